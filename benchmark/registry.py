@@ -108,6 +108,7 @@ SPEED: Sequence[Benchmark] = (
     _script("forks", "branches of one document, decoded together"),
     _script("peers", "attention by other libraries, beside ours"),
     _script("linears", "linear layers of a decode step, beside others'"),
+    _script("experts", "the experts of a layer in a decode step, beside SGLang's loop"),
     _script("step_graphs", "decode steps of small models with step graphs and without"),
     _script("prefill", "attention of a prompt, beside torch's"),
     _script("fairness", "what a request pays for the policies of those beside it"),

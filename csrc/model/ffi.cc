@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ffi/program.h"
+#include "model/experts.h"
 #include "model/linear.h"
 #include "model/rows.h"
 #include "runtime/host_memory.h"
@@ -23,6 +24,7 @@ class LayersObj : public ffi::Object {
   std::shared_ptr<WorkerPool> workers;
   const KernelTable* tables[2];
   LinearScratch scratch;
+  ExpertsScratch experts;
   static constexpr bool _type_mutable = true;
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Layers", LayersObj, ffi::Object);
 
@@ -110,10 +112,8 @@ auto linear_step(Layers layers, TensorView x, TensorView weights, ffi::Optional<
   return [=, at = layers.get()] { linear(*at->workers, at->kernels(dtype), dtype, layer, &at->scratch); };
 }
 
-// Of weights [panels, bytes of a panel]: the format, once it is clear that they have these outputs and
-// inputs.
-QuantisedFormat expect_quantised(const TensorView& weights, int64_t bits, int64_t group, bool minima,
-                                 int64_t outputs, int64_t in) {
+// The format of quantised weights with so many inputs, once it is clear that there are kernels for it.
+QuantisedFormat expect_format(int64_t bits, int64_t group, bool minima, int64_t in) {
   const bool half = bits == 8 && group == kQuantisedBlock / 2 && !minima;
   if ((bits != 4 && bits != 8) || group < 1 || (group % kQuantisedBlock != 0 && !half))
     Raise("ValueError") << "The kernels have no weights of " << bits << " bits in groups of " << group
@@ -121,7 +121,13 @@ QuantisedFormat expect_quantised(const TensorView& weights, int64_t bits, int64_
   if (in < 1 || in % kQuantisedBlock != 0)
     Raise("ValueError") << "x has " << in << " columns; quantised weights have a multiple of "
                         << kQuantisedBlock << ".";
-  const QuantisedFormat format{static_cast<int>(bits), int_size(group, "group"), minima};
+  return {static_cast<int>(bits), int_size(group, "group"), minima};
+}
+
+// The same of weights [panels, bytes of a panel] with so many outputs.
+QuantisedFormat expect_quantised(const TensorView& weights, int64_t bits, int64_t group, bool minima,
+                                 int64_t outputs, int64_t in) {
+  const QuantisedFormat format = expect_format(bits, group, minima, in);
   expect(weights, "weights", kUInt8,
          {(outputs + kQuantisedPanel - 1) / kQuantisedPanel, panel_bytes(format, in)}, 2);
   return format;
@@ -256,6 +262,82 @@ auto rope_step(Layers layers, TensorView positions, TensorView q, TensorView k, 
   };
 }
 
+// What all layers of experts are given, and their shape but for the weights.
+ExpertsLayer experts_layer(DType dtype, const TensorView& x, const TensorView& ids, const TensorView& weights,
+                           const TensorView& gate_up, bool gelu, const TensorView& out) {
+  const DLDataType type = type_of(dtype);
+  expect(x, "x", type, {-1, -1}, 1);
+  expect(ids, "ids", kInt32, {x.size(0), -1}, 2);
+  expect(weights, "weights", kFloat32, {x.size(0), ids.size(1)}, 2);
+  expect(out, "out", type, {x.size(0), x.size(1)}, 1);
+  if (gate_up.ndim() != 3) Raise("ValueError") << "gate_up has " << gate_up.ndim() << " dimensions, not 3.";
+  ExpertsLayer layer{};
+  layer.x = rows_of(x, dtype);
+  layer.out = rows_of(out, dtype);
+  layer.rows = x.size(0);
+  layer.hidden = int_size(x.size(1), "x");
+  layer.experts = int_size(gate_up.size(0), "gate_up");
+  layer.chosen = int_size(ids.size(1), "ids");
+  layer.ids = data<int32_t>(ids);
+  layer.weights = data<float>(weights);
+  layer.gelu = gelu;
+  if (layer.hidden < 1) Raise("ValueError") << "x has no columns; experts multiply at least one.";
+  return layer;
+}
+
+ExpertWeights expert_weights(const TensorView& weights, QuantisedFormat format = {}) {
+  return {data<char>(weights), weights.stride(0) * weights.dtype().bits / 8, format};
+}
+
+auto run_experts(const Layers& layers, DType dtype, const ExpertsLayer& layer) {
+  return [=, at = layers.get()] {
+    for (int64_t i = 0; i < layer.rows * layer.chosen; ++i) {
+      if (layer.ids[i] < 0 || layer.ids[i] >= layer.experts)
+        Raise("IndexError") << "A row chose the expert " << layer.ids[i] << ", which is not among the "
+                            << layer.experts << " of the layer.";
+    }
+    experts(*at->workers, at->kernels(dtype), dtype, layer, &at->experts);
+  };
+}
+
+auto experts_step(Layers layers, TensorView x, TensorView ids, TensorView weights, TensorView gate_up,
+                  TensorView down, bool gelu, TensorView out) {
+  const DType dtype = dtype_of(x);
+  ExpertsLayer layer = experts_layer(dtype, x, ids, weights, gate_up, gelu, out);
+  expect(gate_up, "gate_up", type_of(dtype), {-1, -1, layer.hidden}, 2);
+  layer.inner = int_size(gate_up.size(1) / 2, "gate_up");
+  if (layer.inner < 1 || gate_up.size(1) % 2 != 0)
+    Raise("ValueError") << "gate_up has " << gate_up.size(1)
+                        << " rows an expert; it has one or more of the gate and as many that it gates.";
+  expect(down, "down", type_of(dtype), {layer.experts, layer.hidden, layer.inner}, 2);
+  layer.gate_up = expert_weights(gate_up);
+  layer.down = expert_weights(down);
+  return run_experts(layers, dtype, layer);
+}
+
+auto experts_quantised_step(Layers layers, TensorView x, TensorView ids, TensorView weights,
+                            TensorView gate_up, int64_t bits, int64_t group, bool minima, TensorView down,
+                            int64_t down_bits, int64_t down_group, bool down_minima, bool gelu,
+                            TensorView out) {
+  const DType dtype = dtype_of(x);
+  ExpertsLayer layer = experts_layer(dtype, x, ids, weights, gate_up, gelu, out);
+  const QuantisedFormat format = expect_format(bits, group, minima, layer.hidden);
+  expect(gate_up, "gate_up", kUInt8, {-1, -1, panel_bytes(format, layer.hidden)}, 2);
+  // Whole panels of the gate, and as many of what it gates: inputs of the other product are in blocks.
+  layer.inner = int_size(gate_up.size(1) / 2 * kQuantisedPanel, "gate_up");
+  if (gate_up.size(1) % 2 != 0 || layer.inner < 1 || layer.inner % kQuantisedBlock != 0)
+    Raise("ValueError") << "gate_up has " << gate_up.size(1) << " panels an expert; it has a multiple of "
+                        << 2 * kQuantisedBlock / kQuantisedPanel << ".";
+  const QuantisedFormat other = expect_format(down_bits, down_group, down_minima, layer.inner);
+  expect(down, "down", kUInt8,
+         {layer.experts, (layer.hidden + kQuantisedPanel - 1) / kQuantisedPanel,
+          panel_bytes(other, layer.inner)},
+         2);
+  layer.gate_up = expert_weights(gate_up, format);
+  layer.down = expert_weights(down, other);
+  return run_experts(layers, dtype, layer);
+}
+
 Program program_create(Layers layers) { return Program(ffi::make_object<ProgramObj>(std::move(layers))); }
 
 // The functions of the ABI that a layer has: one runs what `step` makes of its arguments, one adds it to a
@@ -306,3 +388,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_gate_mul, fluxion::Layer<fluxion::gate_mul_
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_gate_mul, fluxion::Layer<fluxion::gate_mul_step>::add);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_rope, fluxion::Layer<fluxion::rope_step>::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_rope, fluxion::Layer<fluxion::rope_step>::add);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_experts, fluxion::Layer<fluxion::experts_step>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_experts, fluxion::Layer<fluxion::experts_step>::add);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_experts_quantised, fluxion::Layer<fluxion::experts_quantised_step>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_experts_quantised,
+                              fluxion::Layer<fluxion::experts_quantised_step>::add);

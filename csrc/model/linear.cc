@@ -42,6 +42,8 @@ struct Job {
   void* out(int64_t output) const { return static_cast<char*>(layer.out) + output * element; }
 };
 
+}  // namespace
+
 // Two thirds of a core's nearest cache. Such caches have 32 KiB at least.
 int64_t near_bytes() {
 #ifdef _SC_LEVEL1_DCACHE_SIZE
@@ -51,8 +53,6 @@ int64_t near_bytes() {
 #endif
   return std::max(nearest, int64_t{32} << 10) * 2 / 3;
 }
-
-}  // namespace
 
 void* LinearScratch::reserve(int64_t bytes) {
   constexpr int64_t kAlign = 64;

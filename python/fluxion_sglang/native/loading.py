@@ -35,6 +35,8 @@ _BLOCKING = frozenset(
         "pool_gather",
         "pool_sweep",
         "measure",
+        "layers_experts",
+        "layers_experts_quantised",
         "layers_into_huge_pages",
         "layers_linear",
         "layers_linear_quantised",

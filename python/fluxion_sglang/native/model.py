@@ -11,7 +11,9 @@ from fluxion_sglang.native.loading import function
 from fluxion_sglang.native.pool import Workers
 from fluxion_sglang.weights.quantised import Format
 
-WRITTEN = {"linear": 1, "linear_quantised": 1, "norm": 2, "gate_mul": 1, "rope": 2}
+WRITTEN = {
+    "linear": 1, "linear_quantised": 1, "experts": 1, "experts_quantised": 1, "norm": 2, "gate_mul": 1, "rope": 2,
+}  # fmt: skip
 """The layers, and how many of their last arguments they write."""
 
 
@@ -119,6 +121,42 @@ class NativeLayers:
         if out is None:
             out = x.new_empty(x.shape[0], outputs)
         self.compute("linear_quantised", x, weights, form.bits, form.group, form.minima, bias, out)
+        return out
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        forms: tuple[Format, Format] | None = None,
+        *,
+        gelu: bool = False,
+    ) -> torch.Tensor:
+        """The sum, over the experts that a row chose, of weight * (act(x gate^T) * (x up^T)) down^T; [rows, hidden].
+
+        act is SiLU, or GELU in its tanh form. What it, a product of it or a matrix makes is rounded to the dtype of x;
+        the sum is float32 and rounded once. A row of the result depends on its row and its choices alone.
+
+        Args:
+            x: [rows, hidden], bfloat16 or float32; rows may be apart by any stride.
+            ids: [rows, k] int32, the experts of a row; one may come twice. weights: [rows, k] float32.
+            gate_up: [experts, 2 * inner, hidden], the gate first. down: [experts, hidden, inner]. The dtype of x, or
+                with `forms` uint8: the panels of each expert, [experts, panels, bytes], and inner is a multiple of 32.
+                Experts may be apart by any stride.
+            forms: of quantised weights, those of gate_up and of down.
+
+        Raises:
+            ValueError: shapes, dtypes or strides that do not fit.
+            IndexError: an expert that is not there. Nothing is computed then.
+        """
+        out = x.new_empty(x.shape)
+        if forms is None:
+            self.compute("experts", x, ids, weights, gate_up, down, gelu, out)
+        else:
+            one, other = ((form.bits, form.group, form.minima) for form in forms)
+            self.compute("experts_quantised", x, ids, weights, gate_up, *one, down, *other, gelu, out)
         return out
 
     def widen(self, weights: torch.Tensor, form: Format, out: torch.Tensor) -> None:

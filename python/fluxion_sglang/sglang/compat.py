@@ -269,6 +269,9 @@ _NAMES = {
     "layers.attention.attention_registry": ("ATTENTION_BACKENDS",),
     "layers.attention.base_attn_backend": ("AttentionBackend.init_forward_metadata",),
     "layers.logits_processor": ("LogitsProcessor",),
+    "layers.moe.fused_moe_triton": ("FusedMoE",),
+    "layers.moe.token_dispatcher": ("StandardCombineInput", "StandardDispatchOutput"),
+    "layers.moe.topk": ("TopKOutputChecker.format_is_standard",),
     "arg_groups.overrides": ("declare_resolution", "resolving_view", "attention_backends_of", "model_config_of"),
     "model_executor.cuda_graph_config": ("with_phase", "Phase.ALL", "Backend.DISABLED", "Backend.FULL"),
     "configs.model_config": ("AttentionArch.MHA",),
@@ -345,6 +348,16 @@ NEEDS = (
     Need(_SRT + "models.utils", "get_token_to_kv_pool", ()),
     Need(_SRT + "layers.quantization.unquant", "UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
     Need(_SRT + "layers.quantization.unquant", "UnquantizedEmbeddingMethod.apply", ("self", "layer", "x", "bias")),
+    Need(
+        _SRT + "layers.quantization.unquant",
+        "UnquantizedFusedMoEMethod.forward_native",
+        ("self", "layer", "dispatch_output"),
+    ),
+    Need(
+        _SRT + "layers.moe.fused_moe_native",
+        "moe_forward_native",
+        ("layer", "x", "topk_output", "moe_runner_config"),
+    ),
     Need(_SRT + "layers.logits_processor", "should_apply_lm_head_quant_method", ("lm_head", "quant_method")),
     Need("sglang.kernels.fused_op", "BaseFusedOp.register_oot_forward", ("op_cls", "fn", "platform_key")),
     Need(

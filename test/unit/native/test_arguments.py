@@ -97,10 +97,19 @@ class Rig:
         layers = {
             "linear": [torch.randn(3, 64), torch.randn(48, 64), None, torch.randn(48), torch.empty(3, 48)],
             "linear_quantised": [
-                torch.randn(3, 64), torch.ones(3, 1088, dtype=torch.uint8), 8, 64, False,
-                torch.randn(48), torch.empty(3, 48),
+                torch.randn(3, 64), torch.ones(3, 1088, dtype=torch.uint8), 8, 64, False, torch.randn(48),
+                torch.empty(3, 48),
             ],
-            "norm": [torch.randn(3, 64), None, torch.randn(64), 1e-5, torch.empty(3, 64), None],
+            "experts": [
+                torch.randn(3, 64), i32(0, 1, 2, 3, 0, 2).view(3, 2), torch.rand(3, 2), torch.randn(4, 64, 64),
+                torch.randn(4, 64, 32), False, torch.empty(3, 64),
+            ],
+            "experts_quantised": [
+                torch.randn(3, 64), i32(0, 1, 2, 3, 0, 2).view(3, 2), torch.rand(3, 2),
+                torch.ones(4, 4, 1088, dtype=torch.uint8), 8, 64, False,
+                torch.ones(4, 4, 576, dtype=torch.uint8), 8, 64, False, False, torch.empty(3, 64),
+            ],
+            "norm": [torch.randn(3, 64), None, torch.randn(64), 1e-5, False, torch.empty(3, 64), None],
             "gate_mul": [torch.randn(3, 64), False, torch.empty(3, 32)],
             "rope": [
                 torch.arange(3), torch.randn(3, 128), torch.randn(3, 64), torch.randn(50, 32), 32, True,

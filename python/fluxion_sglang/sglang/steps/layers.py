@@ -11,6 +11,9 @@ Weights that have many inputs are packed (`packed.py`).
 Quantised weights (`weights/methods.py`) are multiplied by kernels of their own, and many rows with slices of them in
 the model's dtype.
 
+Of a mixture of experts the router and the choice of experts are layers and operations like all others. What the chosen
+experts compute is one layer of ours, where SGLang's loops over all experts.
+
 What fails here fails the pass, as attention does (`containment/passes.py`): SGLang's method computes the layer in its
 place.
 """
@@ -27,7 +30,13 @@ from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
 from sglang.srt.layers.layernorm import Gemma3RMSNorm, GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.logits_processor import LogitsProcessor
-from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
+from sglang.srt.layers.moe.topk import TopKOutputChecker
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.platforms import current_platform
@@ -35,8 +44,14 @@ from torch import nn
 
 from fluxion_sglang.native import NativeLayers, topology
 from fluxion_sglang.sglang.steps.packed import PackedWeight, Packer, owners
-from fluxion_sglang.sglang.weights.methods import Part, QuantisedMethod, parts_of
-from fluxion_sglang.sglang.weights.rounding import FORMAT, RoundedHeadMethod, RoundingMethod
+from fluxion_sglang.sglang.weights.methods import Part, QuantisedMethod, computes_experts, parts_of
+from fluxion_sglang.sglang.weights.rounding import (
+    FORMAT,
+    RoundedHeadMethod,
+    RoundingExpertsMethod,
+    RoundingMethod,
+    is_rounded,
+)
 
 MAX_ROWS = 32 if topology()["isa"] == "amx" else 96
 """Most rows that the workers multiply. Alone, PyTorch is as fast from about 64 rows on, and much faster on a matrix
@@ -72,7 +87,7 @@ class Contained:
 
 
 def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
-    """Have the workers compute the model's layers; returns how many of them are linear.
+    """Have the workers compute the model's layers; returns how many of them are linear, or experts.
 
     What is quantised or of another dtype stays as it is. Of a layer with adapters (LoRA) the base is computed here, and
     what adapters add is SGLang's.
@@ -93,6 +108,14 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
             method.native = quantised
             for part in parts:
                 native.layers.into_huge_pages(part.packed)
+            count += 1
+            continue
+        if isinstance(method, UnquantizedFusedMoEMethod) and computes_experts(module):
+            if isinstance(method, RoundingExpertsMethod):
+                method.native = quantised
+            for experts in (module.w13_weight, module.w2_weight):
+                if _is_plain(experts):
+                    native.layers.into_huge_pages(experts.data.flatten(0, 1))  # type: ignore[operator]
             count += 1
             continue
         if not isinstance(weight, nn.Parameter) or type(weight.data) is not torch.Tensor:
@@ -242,6 +265,48 @@ class _Head(UnquantizedEmbeddingMethod):
         return _by_sglang(super().apply, layer, x, bias) if out is None else out
 
 
+# --- Experts ---
+
+
+def _is_plain(experts: Any) -> bool:
+    """Whether the kernels could take these weights [experts, outputs, inputs], or panels of them."""
+    return (
+        type(experts) is nn.Parameter
+        and experts.dtype in (*_DTYPES, torch.uint8)
+        and experts.device.type == "cpu"
+        and experts.is_contiguous()
+    )
+
+
+def _experts(
+    native: Contained, method: UnquantizedFusedMoEMethod, layer: Any, dispatch_output: StandardDispatchOutput
+) -> StandardCombineInput:
+    x, choice, out = dispatch_output.hidden_states, dispatch_output.topk_output, None
+    gate_up, down = layer.w13_weight, layer.w2_weight
+    if (
+        computes_experts(layer)
+        and TopKOutputChecker.format_is_standard(choice)
+        and choice.topk_weights.dtype is torch.float32
+        and _rows(x)
+        and 0 < choice.topk_ids.numel() <= _most_rows(layer) * len(gate_up)
+        and _is_plain(gate_up)
+        and _is_plain(down)
+        and (is_rounded(layer) or gate_up.dtype is x.dtype)
+        and not getattr(layer, "use_intel_amx_backend", False)
+        and not torch.compiler.is_compiling()
+    ):
+        ids, weights = choice.topk_ids.to(torch.int32).contiguous(), choice.topk_weights.contiguous()
+        forms = (FORMAT, FORMAT) if is_rounded(layer) else None
+        gelu = layer.moe_runner_config.activation == "gelu"
+        out = native(lambda layers: layers.experts(x, ids, weights, gate_up, down, forms, gelu=gelu))
+    return method.forward_native(layer, dispatch_output) if out is None else StandardCombineInput(hidden_states=out)
+
+
+def _most_rows(layer: nn.Module) -> int:
+    """Of an expert on average, so many that the workers compute."""
+    return MAX_QUANTISED_ROWS if is_rounded(layer) else MAX_ROWS
+
+
 # --- What lies between them ---
 
 
@@ -369,4 +434,6 @@ _OPERATIONS: dict[type[BaseFusedOp], Callable[..., Any]] = {
     SiluAndMul: _silu_mul,
     GeluAndMul: _gelu_mul,
     RotaryEmbedding: _rope,
+    UnquantizedFusedMoEMethod: _experts,
+    RoundingExpertsMethod: _experts,
 }

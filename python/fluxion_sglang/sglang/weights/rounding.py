@@ -1,9 +1,9 @@
-"""`--quantization fluxion-int8`: linear layers whose weights are rounded to 8 bits when they are loaded.
+"""`--quantization fluxion-int8`: linear layers and experts whose weights are rounded to 8 bits when they are loaded.
 
 A decode step reads every weight, so it takes half as long as in bfloat16 where weights are most of what it reads. 32
 inputs of an output share a scale, which rounds a weight by 0.54% (root mean square). Of the layer that makes logits,
-which may be the embedding as well, there is a rounded copy. Experts and layers whose inputs are no multiple of 32 stay
-as they are.
+which may be the embedding as well, there is a rounded copy. Layers whose inputs are no multiple of 32 stay as they are,
+and so do experts that the kernels do not compute (`computes_experts`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,29 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
 from torch import nn
 
 from fluxion_sglang.sglang.compat import INT8_WEIGHTS as NAME
-from fluxion_sglang.sglang.weights.methods import Native, QuantisedMethod, drop, hold, parts_of, wide_slices
-from fluxion_sglang.weights.quantised import BLOCK, Format, Quantised, slices
+from fluxion_sglang.sglang.weights.methods import (
+    Native,
+    Part,
+    QuantisedMethod,
+    computes_experts,
+    drop,
+    hold,
+    parts_of,
+    wide_slices,
+)
+from fluxion_sglang.weights.quantised import BLOCK, Format, Quantised, pack, slices
 
 FORMAT = Format(8, BLOCK, minima=False)
 
@@ -78,6 +93,8 @@ class RoundingConfig(QuantizationConfig):
         return []
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, FusedMoE):
+            return RoundingExpertsMethod(layer.use_triton_kernels)
         return RoundingMethod() if isinstance(layer, LinearBase) else None
 
 
@@ -90,18 +107,91 @@ class RoundingMethod(QuantisedMethod, UnquantizedLinearMethod):
         if parts_of(layer) or weight.shape[1] % FORMAT.group:
             return
         hold(layer, _parts(weight.data), "weight")
-        held: Any = layer.weight
-        held.loaded, held.weight_loader = (weight.dtype, dict(vars(weight))), _refuse
+        _remember(layer.weight, weight)
 
     def restore_weights_before_loading(self, layer: nn.Module) -> None:
         if not (parts := parts_of(layer)):
             return
         held: Any = layer.weight
-        dtype, attributes = held.loaded
+        dtype, _, attributes = held.loaded
         wide = torch.cat([rows.clone() for part in parts for rows in wide_slices(self.native, part, dtype)])
         drop(layer)
         layer.weight = nn.Parameter(wide, requires_grad=False)
         vars(layer.weight).update(attributes)
+
+
+class RoundingExpertsMethod(UnquantizedFusedMoEMethod):
+    """The same of experts, whose weights are then uint8 [experts, panels, bytes], each expert packed alone.
+
+    Attributes:
+        native: the kernels; None: PyTorch computes.
+    """
+
+    native: Native | None = None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        super().process_weights_after_loading(layer)
+        if is_rounded(layer) or not computes_experts(layer) or any(w.shape[2] % FORMAT.group for w in _weights(layer)):
+            return
+        for name in _EXPERTS:
+            weight = getattr(layer, name)
+            packed = torch.stack([pack(rounded(expert)) for expert in weight.data])
+            setattr(layer, name, nn.Parameter(packed, requires_grad=False))
+            _remember(getattr(layer, name), weight)
+
+    def restore_weights_before_loading(self, layer: nn.Module) -> None:
+        if is_rounded(layer):
+            for name, packed in zip(_EXPERTS, _weights(layer), strict=True):
+                dtype, shape, attributes = packed.loaded
+                experts, wide = _WideExperts(packed, self.native, dtype), torch.empty(shape, dtype=dtype)
+                for expert, into in enumerate(wide):
+                    into.copy_(experts[expert])
+                setattr(layer, name, nn.Parameter(wide, requires_grad=False))
+                vars(getattr(layer, name)).update(attributes)
+        super().restore_weights_before_loading(layer)
+
+    def forward_cpu(self, layer: nn.Module, dispatch_output: StandardDispatchOutput) -> StandardCombineInput:
+        if is_rounded(layer):
+            layer = _WithWideExperts(layer, self.native, dispatch_output.hidden_states.dtype)  # type: ignore[assignment]
+        found: StandardCombineInput = super().forward_cpu(layer, dispatch_output)
+        return found
+
+    forward_native = forward_cpu
+
+
+_EXPERTS = ("w13_weight", "w2_weight")
+
+
+def _weights(layer: nn.Module) -> tuple[Any, Any]:
+    return layer.w13_weight, layer.w2_weight
+
+
+def is_rounded(layer: nn.Module) -> bool:
+    """Whether the weights of these experts are rounded now."""
+    return layer.w13_weight.dtype is torch.uint8
+
+
+class _WideExperts:
+    """The weights of experts in a dtype, each when it is asked for."""
+
+    def __init__(self, packed: Any, native: Native | None, dtype: torch.dtype) -> None:
+        self._packed, self._native, self._dtype = packed, native, dtype
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        _, (_, outputs, inputs), _ = self._packed.loaded
+        part = Part(self._packed[expert], outputs, inputs, FORMAT)
+        return torch.cat([rows.clone() for rows in wide_slices(self._native, part, self._dtype)])
+
+
+class _WithWideExperts:
+    """A layer whose experts SGLang's method may take one by one."""
+
+    def __init__(self, layer: nn.Module, native: Native | None, dtype: torch.dtype) -> None:
+        self._layer = layer
+        self.w13_weight, self.w2_weight = (_WideExperts(packed, native, dtype) for packed in _weights(layer))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
 
 
 class RoundedHeadMethod(UnquantizedEmbeddingMethod):
@@ -141,6 +231,12 @@ class _Loads:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         drop(self._layer)
         return self._load(*args, **kwargs)
+
+
+def _remember(packed: Any, weight: nn.Parameter) -> None:
+    """What a rounded weight was, until it is loaded anew."""
+    packed.loaded = weight.dtype, tuple(weight.shape), dict(vars(weight))
+    packed.weight_loader = _refuse
 
 
 def _refuse(*_: Any, **__: Any) -> None:

@@ -1,0 +1,246 @@
+#include "model/experts.h"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstring>
+
+namespace fluxion {
+namespace {
+
+// Rows that are computed together: they bound the scratch memory. More rows read the weights once again,
+// which is little beside their arithmetic.
+constexpr int kRows = 512;
+// Weights that a worker takes at a time.
+constexpr int64_t kPieceBytes = 384 << 10;
+constexpr int64_t kLeastBytes = 24 << 10;
+constexpr int kPiecesOfWorker = 8;
+// Sums that stay in a cache while the weights of all experts pass through it.
+constexpr int64_t kSumBytes = 128 << 10;
+
+constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// work(item, worker) for every item below count, each by the worker that comes first.
+template <class Work>
+void hand_out(WorkerPool& workers, int64_t count, const Work& work) {
+  struct Items {
+    const Work& work;
+    int64_t count;
+    alignas(64) std::atomic<int64_t> next{0};
+
+    void run(int worker) {
+      for (int64_t i = next.fetch_add(1, std::memory_order_relaxed); i < count;
+           i = next.fetch_add(1, std::memory_order_relaxed))
+        work(i, worker);
+    }
+  } items{work, count};
+  const auto body = [](void* ctx, int worker) { static_cast<Items*>(ctx)->run(worker); };
+  if (count > 1 && workers.size() > 1 && workers.launch(body, &items)) return workers.join();
+  items.run(0);
+}
+
+float to_float(float x) { return x; }
+float to_float(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
+
+void round_to(float x, float* to) { *to = x; }
+// bfloat16, ties to even; NaN stays one.
+void round_to(float x, uint16_t* to) {
+  const auto bits = std::bit_cast<uint32_t>(x);
+  *to = static_cast<uint16_t>(x != x ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// `size` of `all` outputs at a time, and how many times that is.
+struct Pieces {
+  int all, size;
+
+  Pieces(int outputs, int64_t wanted, int64_t most)
+      : all(outputs),
+        size(static_cast<int>(std::min<int64_t>(
+            std::max<int64_t>(std::min(wanted, most) / kQuantisedPanel, 1) * kQuantisedPanel, outputs))) {}
+  int64_t count() const { return (all + size - 1) / size; }
+  int first(int64_t piece) const { return static_cast<int>(piece * size); }
+  int outputs(int64_t piece) const { return std::min(size, all - first(piece)); }
+};
+
+// A layer's rows, few enough to be computed together. T: what holds the dtype.
+template <class T>
+class Block {
+ public:
+  Block(WorkerPool& workers, const KernelTable& kernels, const ExpertsLayer& layer, ExpertsScratch* scratch)
+      : workers_(workers),
+        kernels_(kernels),
+        layer_(layer),
+        scratch_(*scratch),
+        active_(scratch->active),
+        near_(near_bytes()),
+        gate_up_(pieces_of_gate_up()),
+        down_(pieces_of_down()) {}
+
+  void run() {
+    sort();
+    place();
+    hand_out(workers_, alone() ? 1 : size(),
+             [this](int64_t i, int worker) { pack_rows(active_[i], worker); });
+    hand_out(workers_, size() * gate_up_.count(), [this](int64_t i, int worker) {
+      gate_and_up(active_[i / gate_up_.count()], i % gate_up_.count(), worker);
+    });
+    hand_out(workers_, down_.count(), [this](int64_t i, int worker) { down(i, worker); });
+  }
+
+ private:
+  int64_t size() const { return static_cast<int64_t>(active_.size()); }
+  // All experts have one row, and it is the same.
+  bool alone() const { return layer_.rows == 1 && layer_.chosen == size(); }
+  int64_t row_of(int64_t at) const { return scratch_.pairs[at] / layer_.chosen; }
+
+  int64_t row_bytes(const ExpertWeights& weights, int in) const {
+    return weights.format.bits > 0 ? panel_bytes(weights.format, in) / kQuantisedPanel
+                                   : int64_t{in} * static_cast<int64_t>(sizeof(T));
+  }
+  int64_t shares() const { return int64_t{workers_.size()} * kPiecesOfWorker; }
+
+  Pieces pieces_of_gate_up() const {
+    const int64_t row = 2 * row_bytes(layer_.gate_up, layer_.hidden);
+    const int64_t each = std::min<int64_t>(layer_.experts, layer_.rows * layer_.chosen) * layer_.inner * row;
+    return {layer_.inner, std::clamp(each / shares(), kLeastBytes, kPieceBytes) / row, layer_.inner};
+  }
+  Pieces pieces_of_down() const {
+    const int64_t row = row_bytes(layer_.down, layer_.inner);
+    const int64_t wanted = std::clamp(layer_.hidden / shares() * row, kLeastBytes, kPieceBytes) / row;
+    return {layer_.hidden, wanted, kSumBytes / 4 / layer_.rows};
+  }
+
+  // Which rows every expert has: a counting sort, which keeps the order of rows and of their choices.
+  void sort() {
+    const int64_t count = layer_.rows * layer_.chosen;
+    auto& [active, pairs, ends, memory] = scratch_;
+    ends.assign(layer_.experts, 0);
+    for (int64_t i = 0; i < count; ++i) ++ends[layer_.ids[i]];
+    active.clear();
+    int64_t first = 0;
+    for (int e = 0; e < layer_.experts; ++e) {
+      if (ends[e] > 0)
+        active.push_back({first, 0, 0, e, static_cast<int>(ends[e]), static_cast<int>(gate_up_.count())});
+      first += std::exchange(ends[e], first);
+    }
+    pairs.resize(count);
+    for (int64_t i = 0; i < count; ++i) pairs[ends[layer_.ids[i]]++] = i;
+  }
+
+  // Gives everything its place in the scratch memory.
+  void place() {
+    int64_t bytes = 0, most = 0;
+    for (ChosenExpert& e : active_) {
+      e.x = bytes;
+      if (!alone() || &e == &active_.back()) bytes += aligned(linear_pack_bytes(e.rows, layer_.hidden));
+    }
+    for (ChosenExpert& e : active_) {
+      e.act = bytes;
+      bytes += aligned(linear_pack_bytes(e.rows, layer_.inner));
+      most = std::max<int64_t>(most, e.rows);
+    }
+    const int64_t element = sizeof(T), acts = bytes;
+    bytes += aligned(layer_.rows * layer_.chosen * layer_.inner * element);
+    sum_bytes_ = aligned(layer_.rows * down_.size * 4);
+    room_bytes_ = std::max({most * layer_.hidden * element, 2 * most * gate_up_.size * element,
+                            sum_bytes_ + most * down_.size * element});
+    room_bytes_ = aligned(room_bytes_);
+    memory_ = static_cast<char*>(scratch_.memory.reserve(bytes + workers_.size() * room_bytes_));
+    acts_ = reinterpret_cast<T*>(memory_ + acts);
+    rooms_ = memory_ + bytes;
+  }
+
+  char* room(int worker) const { return rooms_ + worker * room_bytes_; }
+
+  void pack(const ExpertWeights& weights, const void* x, int64_t stride, int rows, int in, int64_t to) const {
+    const auto pack = weights.format.bits > 0 ? kernels_.pack_quantised : kernels_.pack_linear;
+    pack(x, stride, rows, in, memory_ + to);
+  }
+
+  void multiply(const ExpertWeights& weights, const ChosenExpert& e, int64_t x, int in, int64_t first,
+                int count, void* out) const {
+    const LinearArgs args{
+        memory_ + x, e.rows,        in, weights.at + e.expert * weights.apart, in, nullptr, count,
+        near_,       weights.format};
+    (weights.format.bits > 0 ? kernels_.linear_quantised : kernels_.linear)(args, first, count, out);
+  }
+
+  void pack_rows(const ChosenExpert& e, int worker) const {
+    const int64_t bytes = layer_.hidden * static_cast<int64_t>(sizeof(T));
+    const char* x = layer_.x[row_of(e.first)];
+    if (e.rows > 1) {
+      for (int i = 0; i < e.rows; ++i)
+        std::memcpy(room(worker) + i * bytes, layer_.x[row_of(e.first + i)], bytes);
+      x = room(worker);
+    }
+    pack(layer_.gate_up, x, layer_.hidden, e.rows, layer_.hidden, e.x);
+  }
+
+  // Of some outputs of an expert, what the other product takes; whoever computes the last ones packs it.
+  void gate_and_up(ChosenExpert& e, int64_t piece, int worker) const {
+    const int first = gate_up_.first(piece), count = gate_up_.outputs(piece);
+    T* gates = reinterpret_cast<T*>(room(worker));
+    T* ups = gates + int64_t{e.rows} * count;
+    multiply(layer_.gate_up, e, e.x, layer_.hidden, first, count, gates);
+    multiply(layer_.gate_up, e, e.x, layer_.hidden, int64_t{layer_.inner} + first, count, ups);
+    const auto act = layer_.gelu ? kernels_.gelu_mul : kernels_.silu_mul;
+    T* acts = acts_ + e.first * layer_.inner;
+    for (int64_t i = 0; i < e.rows; ++i)
+      act(gates + i * count, ups + i * count, count, acts + i * layer_.inner + first);
+    if (std::atomic_ref(e.left).fetch_sub(1, std::memory_order_acq_rel) == 1)
+      pack(layer_.down, acts, layer_.inner, e.rows, layer_.inner, e.act);
+  }
+
+  // Some outputs of all rows.
+  void down(int64_t piece, int worker) const {
+    const int first = down_.first(piece), count = down_.outputs(piece);
+    float* sums = reinterpret_cast<float*>(room(worker));
+    T* each = reinterpret_cast<T*>(room(worker) + sum_bytes_);
+    std::fill_n(sums, layer_.rows * count, 0.0f);
+    for (const ChosenExpert& e : active_) {
+      multiply(layer_.down, e, e.act, layer_.inner, first, count, each);
+      for (int64_t i = 0; i < e.rows; ++i) {
+        const int64_t pair = scratch_.pairs[e.first + i];
+        const float weight = layer_.weights[pair];
+        float* sum = sums + pair / layer_.chosen * count;
+        for (int j = 0; j < count; ++j) sum[j] += weight * to_float(each[i * count + j]);
+      }
+    }
+    for (int64_t row = 0; row < layer_.rows; ++row) {
+      T* out = reinterpret_cast<T*>(layer_.out[row]) + first;
+      for (int j = 0; j < count; ++j) round_to(sums[row * count + j], out + j);
+    }
+  }
+
+  WorkerPool& workers_;
+  const KernelTable& kernels_;
+  const ExpertsLayer& layer_;
+  ExpertsScratch& scratch_;
+  std::vector<ChosenExpert>& active_;
+  const int64_t near_;
+  const Pieces gate_up_, down_;
+  // What is packed, then what gates let through [pairs][inner], then a room for each worker.
+  char *memory_ = nullptr, *rooms_ = nullptr;
+  T* acts_ = nullptr;
+  int64_t sum_bytes_ = 0, room_bytes_ = 0;
+};
+
+}  // namespace
+
+void experts(WorkerPool& workers, const KernelTable& kernels, DType dtype, const ExpertsLayer& layer,
+             ExpertsScratch* scratch) {
+  for (int64_t first = 0; first < layer.rows; first += kRows) {
+    ExpertsLayer block = layer;
+    block.rows = std::min<int64_t>(kRows, layer.rows - first);
+    block.x.at = layer.x[first];
+    block.out.at = layer.out[first];
+    block.ids += first * layer.chosen;
+    block.weights += first * layer.chosen;
+    if (dtype == DType::kBF16)
+      Block<uint16_t>(workers, kernels, block, scratch).run();
+    else
+      Block<float>(workers, kernels, block, scratch).run();
+  }
+}
+
+}  // namespace fluxion

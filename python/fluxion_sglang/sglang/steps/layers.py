@@ -62,6 +62,10 @@ MAX_PACKED_ROWS = 256
 MAX_QUANTISED_ROWS = 48
 """The same of quantised weights."""
 
+MAX_EXPERT_ROWS = MAX_ROWS if topology()["isa"] == "amx" else 256
+"""The same of experts, for the rows of an expert on average: so far PyTorch, which takes one expert after another, has
+been measured to be slower, for quantised weights as well."""
+
 _DTYPES = (torch.bfloat16, torch.float32)
 
 T = TypeVar("T")
@@ -288,7 +292,7 @@ def _experts(
         and TopKOutputChecker.format_is_standard(choice)
         and choice.topk_weights.dtype is torch.float32
         and _rows(x)
-        and 0 < choice.topk_ids.numel() <= _most_rows(layer) * len(gate_up)
+        and 0 < choice.topk_ids.numel() <= MAX_EXPERT_ROWS * len(gate_up)
         and _is_plain(gate_up)
         and _is_plain(down)
         and (is_rounded(layer) or gate_up.dtype is x.dtype)
@@ -300,11 +304,6 @@ def _experts(
         gelu = layer.moe_runner_config.activation == "gelu"
         out = native(lambda layers: layers.experts(x, ids, weights, gate_up, down, forms, gelu=gelu))
     return method.forward_native(layer, dispatch_output) if out is None else StandardCombineInput(hidden_states=out)
-
-
-def _most_rows(layer: nn.Module) -> int:
-    """Of an expert on average, so many that the workers compute."""
-    return MAX_QUANTISED_ROWS if is_rounded(layer) else MAX_ROWS
 
 
 # --- What lies between them ---

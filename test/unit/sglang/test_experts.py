@@ -224,3 +224,6 @@ class TestRounded:
         layer.w2_weight.data[5, 0, 0] = math.nan
         with pytest.raises(ValueError, match=f"not finite, and --quantization {INT8_WEIGHTS} cannot round them"):
             method.process_weights_after_loading(layer)
+        method.restore_weights_before_loading(layer)
+        load(layer, 1)
+        assert is_rounded(layer)

@@ -30,6 +30,7 @@ from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
 from sglang.srt.layers.layernorm import Gemma3RMSNorm, GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
 from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.layers.quantization.unquant import (
@@ -114,7 +115,8 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
                 native.layers.into_huge_pages(part.packed)
             count += 1
             continue
-        if isinstance(method, UnquantizedFusedMoEMethod) and computes_experts(module):
+        # Adapters of experts have the method as well, and not the weights.
+        if isinstance(module, FusedMoE) and isinstance(method, UnquantizedFusedMoEMethod) and computes_experts(module):
             if isinstance(method, RoundingExpertsMethod):
                 method.native = quantised
             for experts in (module.w13_weight, module.w2_weight):

@@ -74,7 +74,7 @@ experts = Table(
         "rows | experts read | by | of the stream | over ours",
         "{rows} | {active:.0f} | {who} | {of_stream:.0%} | {over_ours:.2f}x",
     ),
-    "A layer of Qwen3-30B-A3B's shape: 128 experts of 2,048 x 768, 8 for a row. Medians of {rounds} interleaved rounds.",
+    "One layer of Qwen3-30B-A3B: 128 experts of 2,048 x 768, 8 for a row. Medians of {rounds} interleaved rounds.",
 )
 same_file = Table(
     "same_file.json",

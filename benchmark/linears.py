@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fluxion_sglang.native import NativeLayers
-from fluxion_sglang.weights.quantised import Format, Quantised, pack
+from fluxion_sglang.weights.quantised import Format, Quantised, pack, slices
 
 SHAPES = ((2816, 1024), (1024, 2816), (4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (128256, 4096))
 """Outputs and inputs: layers of a model of 111 million parameters, and of Llama-3.1-8B."""
@@ -85,22 +85,29 @@ def layers(native: NativeLayers, own: Sequence[Tensor], weights: Sequence[Tensor
 def quantised(
     native: NativeLayers, weight: Tensor, x: Tensor, least: int
 ) -> dict[str, tuple[Tensor, int, list[Layer]]]:
-    """By format the weight that is multiplied, float32, its bytes, and the layer for each of its copies."""
+    """By format the first 4,096 outputs of the weight that is multiplied, float32; the weight's bytes; and the layer for
+    each of its copies."""
     found = {}
     for name, form in FORMATS.items():
-        groups = weight.float().unflatten(1, (-1, form.group))
-        low = groups.amin(-1) if form.minima else -groups.abs().amax(-1)
-        most = 15 if form.minima else 254
-        scales = ((groups.amax(-1) if form.minima else -low) - low) / most
-        origin = low if form.minima else torch.zeros_like(low)
-        integers = ((groups - origin.unsqueeze(-1)) / scales.unsqueeze(-1)).round()
-        integers = integers.clamp(0, 15).to(torch.uint8) if form.minima else integers.clamp(-127, 127).to(torch.int8)
-        made = Quantised(integers.flatten(1), scales, origin if form.minima else None, form)
-        packed = pack(made)
+        made = [grid(weight[rows], form) for rows in slices(*weight.shape)]
+        packed = torch.cat([pack(part) for part in made])
         copies = copies_of(packed, -(-least // packed.nbytes))
         layer = partial(native.linear_quantised, x, form=form, outputs=len(weight))
-        found[name] = made.wide(), packed.nbytes, [partial(layer, weights=copy) for copy in copies]
+        found[name] = grid(weight[:4096], form).wide(), packed.nbytes, [partial(layer, weights=copy) for copy in copies]
     return found
+
+
+def grid(weight: Tensor, form: Format) -> Quantised:
+    """The weight on the grid between the least and the largest of a group, or around 0."""
+    groups = weight.float().unflatten(1, (-1, form.group))
+    if form.minima:
+        least = groups.amin(-1)
+        scales = (groups.amax(-1) - least) / 15
+        integers = ((groups - least.unsqueeze(-1)) / scales.unsqueeze(-1)).round().clamp(0, 15).to(torch.uint8)
+        return Quantised(integers.flatten(1), scales, least, form)
+    scales = groups.abs().amax(-1) / 127
+    integers = (groups / scales.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
+    return Quantised(integers.flatten(1), scales, None, form)
 
 
 def run_all(calls: Sequence[Layer]) -> int:

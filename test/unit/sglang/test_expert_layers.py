@@ -111,8 +111,8 @@ def test_the_workers_compute_what_sglang_does(dtype: torch.dtype, activation: st
 
 @pytest.mark.parametrize(
     "options",
-    [{"with_bias": True}, {"gemm1_alpha": 1.7, "gemm1_clamp_limit": 7.0}],
-    ids=["biases", "alpha"],
+    [{"with_bias": True}, {"swiglu_limit": 7.0}, {"no_combine": True}],
+    ids=["biases", "a limit", "not combined"],
 )
 @pytest.mark.parametrize("rounds", [False, True])
 def test_other_experts_are_sglangs(options: dict[str, Any], rounds: bool) -> None:

@@ -51,6 +51,7 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "opt": _of("OPTConfig", ffn_dim=256, word_embed_proj_dim=256, num_key_value_heads=8),
     "mixtral": _of("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "qwen3-moe": _of("Qwen3MoeConfig", **EXPERTS),
+    "qwen2-moe": _of("Qwen2MoeConfig", **EXPERTS, shared_expert_intermediate_size=96),
     "olmoe": _of("OlmoeConfig", **EXPERTS, num_key_value_heads=8),
 }
 

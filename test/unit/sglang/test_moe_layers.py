@@ -130,7 +130,7 @@ def test_other_experts_are_sglangs(options: dict[str, Any], rounds: bool) -> Non
 def test_very_many_rows_are_sglangs() -> None:
     layer = made()
     install(layer)
-    computed(layer, *asked(EXPERTS * layers.MAX_ROWS // CHOSEN + 1))
+    computed(layer, *asked(EXPERTS * layers.MAX_EXPERT_ROWS // CHOSEN + 1))
     assert NATIVE.calls == 0
 
 
@@ -171,7 +171,7 @@ def test_experts_that_fail_fail_their_pass_and_sglang_computes_them(monkeypatch:
 
 
 class TestRounded:
-    @pytest.mark.parametrize("rows", [1, 9, EXPERTS * layers.MAX_QUANTISED_ROWS // CHOSEN + 1])
+    @pytest.mark.parametrize("rows", [1, 9, EXPERTS * layers.MAX_EXPERT_ROWS // CHOSEN + 1])
     @pytest.mark.parametrize("native", [False, True])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_they_are_the_experts_with_rounded_weights(self, dtype: torch.dtype, native: bool, rows: int) -> None:
@@ -224,3 +224,6 @@ class TestRounded:
         layer.w2_weight.data[5, 0, 0] = math.nan
         with pytest.raises(ValueError, match=f"not finite, and --quantization {INT8_WEIGHTS} cannot round them"):
             method.process_weights_after_loading(layer)
+        method.restore_weights_before_loading(layer)
+        load(layer, 1)
+        assert is_rounded(layer)

@@ -30,6 +30,7 @@ from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
 from sglang.srt.layers.layernorm import Gemma3RMSNorm, GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
 from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.layers.quantization.unquant import (
@@ -60,7 +61,11 @@ MAX_PACKED_ROWS = 256
 """The same of packed weights: up to there PyTorch is faster by less than a copy of them in rows takes."""
 
 MAX_QUANTISED_ROWS = 48
-"""The same for quantised weights; for rounded experts, rows of an expert on average."""
+"""The same for quantised weights."""
+
+MAX_EXPERT_ROWS = MAX_ROWS if topology()["isa"] == "amx" else 256
+"""The same for experts, rows of an expert on average. Up to there PyTorch, which takes one expert after another, was
+measured to be slower, for rounded experts as well."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -110,7 +115,8 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
                 native.layers.into_huge_pages(part.packed)
             count += 1
             continue
-        if isinstance(method, UnquantizedFusedMoEMethod) and computes_experts(module):
+        # Adapters of experts have the method as well, and not the weights.
+        if isinstance(module, FusedMoE) and isinstance(method, UnquantizedFusedMoEMethod) and computes_experts(module):
             if isinstance(method, RoundingExpertsMethod):
                 method.native = quantised
             for experts in (module.w13_weight, module.w2_weight):
@@ -288,7 +294,7 @@ def _experts(
         and TopKOutputChecker.format_is_standard(choice)
         and choice.topk_weights.dtype is torch.float32
         and _rows(x)
-        and 0 < choice.topk_ids.numel() <= _most_rows(layer) * len(gate_up)
+        and 0 < choice.topk_ids.numel() <= MAX_EXPERT_ROWS * len(gate_up)
         and _is_plain(gate_up)
         and _is_plain(down)
         and (is_rounded(layer) or gate_up.dtype is x.dtype)
@@ -300,11 +306,6 @@ def _experts(
         gelu = layer.moe_runner_config.activation == "gelu"
         out = native(lambda layers: layers.experts(x, ids, weights, gate_up, down, forms, gelu=gelu))
     return method.forward_native(layer, dispatch_output) if out is None else StandardCombineInput(hidden_states=out)
-
-
-def _most_rows(layer: nn.Module) -> int:
-    """Most rows of an expert, on average, that the workers compute."""
-    return MAX_QUANTISED_ROWS if is_rounded(layer) else MAX_ROWS
 
 
 # --- What lies between them ---

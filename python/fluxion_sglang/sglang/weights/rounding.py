@@ -133,9 +133,9 @@ class RoundingExpertsMethod(UnquantizedFusedMoEMethod):
         super().process_weights_after_loading(layer)
         if is_rounded(layer) or not computes_experts(layer) or any(w.shape[2] % FORMAT.group for w in _weights(layer)):
             return
-        for name in _EXPERTS:
-            weight = getattr(layer, name)
-            packed = torch.stack([pack(rounded(expert)) for expert in weight.data])
+        # Both or none: weights that cannot be rounded leave the layer as it is.
+        both = [torch.stack([pack(rounded(expert)) for expert in weight.data]) for weight in _weights(layer)]
+        for name, weight, packed in zip(_EXPERTS, _weights(layer), both, strict=True):
             setattr(layer, name, nn.Parameter(packed, requires_grad=False))
             _remember(getattr(layer, name), weight)
 

@@ -1,8 +1,8 @@
-"""A model in one GGUF file: which of them are served, and the files about it that SGLang reads.
+"""A model in one GGUF file: which files are served, and the configuration and tokenizer that SGLang reads.
 
-SGLang would have transformers make the configuration and the tokenizer from the file in each process anew, which takes
-minutes for a large vocabulary, and loses what llama.cpp knows by the name of the architecture. So both are made once,
-into a folder of the cache, with a link to the file. What lies beside the file under SGLang's names comes first.
+SGLang lets transformers make both from the file in each process. That takes minutes for a large vocabulary, and loses
+what llama.cpp derives from the architecture's name. Here both are made once, in a folder of the cache with a link to
+the GGUF file. A file of the same name beside the GGUF file takes precedence.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _AFTER = {
     "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
 }
 _ARCHITECTURES = {
-    # By the file's word: the class, transformers' word for it, and the tensors of a layer.
+    # By general.architecture: the class, transformers' model_type, and the tensors of a layer.
     "llama": ("LlamaForCausalLM", "llama", _LAYER),
     "qwen2": ("Qwen2ForCausalLM", "qwen2", _LAYER | _BIASES),
     "qwen3": ("Qwen3ForCausalLM", "qwen3", _LAYER | _HEAD_NORMS),
@@ -75,8 +75,8 @@ def is_tied(header: Header) -> bool:
 
 
 def load(header: Header, name: str) -> torch.Tensor:
-    """A tensor, or its blocks, as SGLang's model has it: llama.cpp's converter has put the rows of queries and keys of
-    a llama into another order, and has added 1 to the weights of Gemma's norms."""
+    """A tensor, or its blocks, as SGLang's model has it. This undoes what llama.cpp's converter does: it reorders the
+    rows of queries and keys of a llama, and adds 1 to the weights of Gemma's norms."""
     stored = header.read(name)
     kind = name.rsplit(".", 2)[-2]
     if header.architecture == "llama" and kind in ("attn_q", "attn_k"):
@@ -94,7 +94,7 @@ def check(path: Path, args: Any = None) -> Header:
     """Refuse files that are not served; return the header of one that is. Raises ConfigError.
 
     Args:
-        args: SGLang's resolving view; None: whatever its options are.
+        args: SGLang's resolving view; None: do not check options.
     """
     try:
         header = ggml.read_header(path)
@@ -110,22 +110,22 @@ def _unserved(header: Header, args: Any) -> tuple[str, str] | None:
     if re.search(r"-\d{5}-of-\d{5}\.gguf$", header.path.name) or header.values.get("split.count", 0) > 1:
         return "it is a part of a split file", "join the parts with llama.cpp's llama-gguf-split --merge"
     if header.value("expert_count", 0) or "moe" in architecture:
-        return f"its model ({architecture}) has experts, which are not served from GGUF files", (
+        return f"its model ({architecture}) has experts, and GGUF files with experts are not served", (
             "give the model in bfloat16"
         )
     if architecture not in _ARCHITECTURES:
         return (
-            f"its architecture is {architecture}, and GGUF files are served of {SERVED}",
+            f"its architecture is {architecture}, and only {SERVED} are served from GGUF files",
             "give the model in bfloat16",
         )
     if args is not None and args.tp_size > 1:
-        return "its blocks are not divided among ranks", (
+        return "its blocks cannot be divided among ranks", (
             "leave --tp-size out (one process uses all cores), or give the model in bfloat16"
         )
     if args is not None and args.quantization not in (None, "gguf"):
         return f"its weights are quantised already and --quantization is {args.quantization}", "leave that option out"
     if others := {tensor.kind for tensor in header.tensors.values()} - {*ggml.KINDS, *ggml.DENSE}:
-        return f"it has weights of the type {_type_names(others)}, and {ggml.SERVED} are served", _INSTEAD
+        return f"it has weights of the type {_type_names(others)}, and only {ggml.SERVED} are served", _INSTEAD
     for name, tensor in header.tensors.items():
         if (kind := ggml.KINDS.get(tensor.kind)) and (len(tensor.shape) < 2 or tensor.shape[-1] % kind.inputs):
             return f"{name} has {tensor.shape[-1]} inputs, which is no multiple of {kind.inputs}", _INSTEAD
@@ -155,7 +155,7 @@ def _other_values(header: Header) -> tuple[str, str] | None:
         if not isinstance(header.value(key), int | float):
             return f"it has no number {header.architecture}.{key}", "give the model in bfloat16"
     if _rope(header) is None and not (header.path.parent / "config.json").is_file():
-        return "it scales positions in a way that is not known here", "put the model's config.json beside it"
+        return "it scales positions in a way that this version does not know", "put the model's config.json beside it"
     return None
 
 
@@ -205,7 +205,7 @@ def config_of(header: Header) -> dict[str, Any]:
 
 
 def _rope(header: Header) -> dict[str, Any] | None:
-    """Its positions; None where the file has them in a way that is not known."""
+    """Its rope_parameters; None if the file scales positions in a way that is not known."""
     theta = header.value("rope.freq_base", 10000.0)
     scaling: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     kind = header.value("rope.scaling.type", "none")
@@ -225,7 +225,7 @@ def _rope(header: Header) -> dict[str, Any] | None:
 
 
 def _llama3(header: Header, theta: float) -> dict[str, Any] | None:
-    """Llama 3's scaling, of which the file has what each frequency is divided by."""
+    """Llama 3's scaling, from the divisors of frequencies in the file; None if they are of another scaling."""
     factors = header.read(_ROPE).double()
     found = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     factor = round(float(factors.max()), 4)
@@ -243,10 +243,10 @@ def prepared(header: Header, tokenizer: bool) -> Path:
     """A link to the file, in a folder with the files beside it that SGLang reads.
 
     Args:
-        tokenizer: whether these have a tokenizer as well.
+        tokenizer: whether to make a tokenizer as well.
 
     Raises:
-        ConfigError: it cannot be written, or there can be no tokenizer.
+        ConfigError: the folder cannot be written, or transformers cannot make the tokenizer.
     """
     real = header.path.resolve()
     about = real.stat()
@@ -262,7 +262,7 @@ def prepared(header: Header, tokenizer: bool) -> Path:
         if not (folder / "config.json").exists():
             _write(folder, lambda new: (new / "config.json").write_text(json.dumps(config_of(header), indent=2) + "\n"))
         if tokenizer and not (folder / "tokenizer_config.json").exists():
-            logger.info("Fluxion: makes the tokenizer of %s, once; a large vocabulary takes minutes", real.name)
+            logger.info("Fluxion makes the tokenizer of %s, once; a large vocabulary takes minutes", real.name)
             _write(folder, lambda new: _save_tokenizer(header, new))
     except OSError as error:
         raise ConfigError(
@@ -277,7 +277,7 @@ _BESIDE = (
     *("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
-"""What SGLang reads of the folder of a GGUF file."""
+"""Files that SGLang reads from the folder of a GGUF file."""
 
 
 def _link(target: Path, link: Path) -> None:
@@ -288,7 +288,8 @@ def _link(target: Path, link: Path) -> None:
 
 
 def _write(folder: Path, write: Callable[[Path], object]) -> None:
-    """Have files written, which appear in the folder when they are whole; the one that says so is the last."""
+    """Write files that appear in the folder when they are whole. tokenizer_config.json appears last: `prepared` looks
+    for it."""
     with TemporaryDirectory(dir=folder) as new:
         write(Path(new))
         for file in sorted(Path(new).iterdir(), key=lambda file: file.name == "tokenizer_config.json"):
@@ -312,7 +313,7 @@ def _save_tokenizer(header: Header, folder: Path) -> None:
 
 
 def _put_bos(tokenizer: Any, wanted: bool) -> None:
-    """Have each text begin with the bos token if the file says so."""
+    """Make the tokenizer begin each text with the bos token, if the file wants it."""
     from tokenizers.processors import TemplateProcessing
 
     bos, number = tokenizer.bos_token, tokenizer.bos_token_id

@@ -8,11 +8,11 @@ operations, and ours take one pass.
 
 Weights that have many inputs are packed (`packed.py`).
 
-Quantised weights (`weights/methods.py`) are multiplied by kernels of their own, and many rows with slices of them in
-the model's dtype.
+Quantised weights (`weights/methods.py`) have kernels of their own for few rows. For many rows PyTorch multiplies with
+slices of the weights in the model's dtype.
 
-Of a mixture of experts the router and the choice of experts are layers and operations like all others. What the chosen
-experts compute is one layer of ours, where SGLang's loops over all experts.
+In a mixture of experts, router and choice are layers and operations like all others. One native operation computes the
+chosen experts; SGLang's method loops over all experts.
 
 What fails here fails the pass, as attention does (`containment/passes.py`): SGLang's method computes the layer in its
 place.
@@ -61,11 +61,11 @@ MAX_PACKED_ROWS = 256
 """The same of packed weights: up to there PyTorch is faster by less than a copy of them in rows takes."""
 
 MAX_QUANTISED_ROWS = 48
-"""The same of quantised weights."""
+"""The same for quantised weights."""
 
 MAX_EXPERT_ROWS = MAX_ROWS if topology()["isa"] == "amx" else 256
-"""The same of experts, for the rows of an expert on average: so far PyTorch, which takes one expert after another, has
-been measured to be slower, for quantised weights as well."""
+"""The same for experts, rows of an expert on average. Up to there PyTorch, which takes one expert after another, was
+measured to be slower, for rounded experts as well."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -73,7 +73,7 @@ T = TypeVar("T")
 
 
 class Contained:
-    """The native layers, called by whoever contains their failures.
+    """The native layers, with containment of their failures.
 
     Args:
         run: the result of a step, or None where the step or one before it in the pass has failed (`FailureGuard.run`);
@@ -94,8 +94,8 @@ class Contained:
 def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
     """Have the workers compute the model's layers; returns how many of them are linear, or experts.
 
-    What is quantised or of another dtype stays as it is. Of a layer with adapters (LoRA) the base is computed here, and
-    what adapters add is SGLang's.
+    Layers of SGLang's own quantisation methods or of another dtype stay SGLang's. For a layer with adapters (LoRA) the
+    workers compute the base, and SGLang what adapters add.
 
     Args:
         pack: whether weights may be packed. One that several modules have, or an embedding, stays as it is.
@@ -213,7 +213,7 @@ def _by_sglang(method: Callable[..., torch.Tensor], layer: nn.Module, x: torch.T
 
 
 class _Quantised:
-    """What multiplies with quantised weights (`weights.methods.Native`)."""
+    """The kernels for quantised weights (`weights.methods.Native`)."""
 
     def __init__(self, native: Contained) -> None:
         self._native = native
@@ -236,7 +236,7 @@ class _Quantised:
         return self._native(compute)
 
     def wide(self, part: Part, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Some rows of a weight in this dtype, until the next call."""
+        """Some rows of a weight in this dtype. The next call overwrites them."""
         size = (rows.stop - rows.start) * part.inputs
         if self._room.numel() < size or self._room.dtype is not dtype:
             self._room = torch.empty(0)
@@ -316,7 +316,7 @@ def _register_operations(model: nn.Module, native: Contained) -> None:
     gemma = sys.modules.get("sglang.srt.models.gemma3_causal")
     for module in model.modules():
         if gemma is not None and isinstance(module, gemma.Gemma3Attention):
-            # The same with the rotary embedding of all other models; SGLang takes it where the CPU has a matrix unit.
+            # The same, with the rotary embedding of all other models. SGLang itself uses it on CPUs with a matrix unit.
             module.forward = module.forward_cpu
         for base, operation in _OPERATIONS.items():
             # A subclass with a formula of its own keeps it.

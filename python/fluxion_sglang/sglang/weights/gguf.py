@@ -1,10 +1,9 @@
-"""GGUF files on a CPU: SGLang's loader for them reads through these hooks, and its layers hold the file's own blocks.
+"""GGUF files on a CPU: hooks in SGLang's loader for them, and methods for its layers.
 
-SGLang's way has kernels for GPUs alone. It also leaves the rows of queries and keys, and the weights of norms, as
-llama.cpp's converter has changed them. Here blocks become packed integers when all weights are loaded, with no rounding
-but that of `weights/ggml.py`. An embedding is SGLang's own, in the model's dtype; where it makes the logits as well,
-its blocks are packed for that besides. Weights that the file does not quantise are in the model's dtype, in layers that
-are SGLang's own.
+SGLang has kernels for such files on GPUs alone. It also leaves the rows of queries and keys, and the weights of norms,
+as llama.cpp's converter has changed them. Here, when all weights are loaded, blocks become packed integers, with no
+rounding but that of `weights/ggml.py`. SGLang's own layers have the embedding and the weights that the file does not
+quantise, in the model's dtype. If the embedding makes the logits as well, its blocks are packed besides.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from fluxion_sglang.weights.quantised import Quantised, slices
 
 @dataclass(frozen=True)
 class Blocks:
-    """What a tensor of blocks, [outputs, bytes] uint8, carries as its attribute `ggml`.
+    """The attribute `ggml` of a tensor of blocks, [outputs, bytes] uint8.
 
     Attributes:
-        kind: the number of their type. inputs: that they have.
+        kind: the number of their type. inputs: of the weight.
     """
 
     kind: int
@@ -48,7 +47,7 @@ def _is_ours() -> bool:
 
 
 def get_gguf_weights_map(original: Callable[..., Any], loader: Any, model_config: Any) -> Any:
-    """SGLang makes a second model for the names."""
+    """The names of tensors, from the header; SGLang makes a second model to find them."""
     if not _is_ours():
         return original(loader, model_config)
     names = gguf_model.names_of(ggml.read_header(Path(model_config.model_path)))
@@ -56,7 +55,7 @@ def get_gguf_weights_map(original: Callable[..., Any], loader: Any, model_config
 
 
 def get_gguf_extra_tensor_names(original: Callable[..., Any], gguf_file: str, gguf_to_hf_name_map: Any) -> Any:
-    """SGLang reads all of the vocabulary for them."""
+    """The names that the file lacks, from the header; SGLang reads all of the vocabulary to find them."""
     if not _is_ours():
         return original(gguf_file, gguf_to_hf_name_map)
     found = ggml.read_header(Path(gguf_file)).tensors
@@ -127,7 +126,7 @@ class GgufConfig(QuantizationConfig):
 
 
 class _Shards:
-    """Keeps what is loaded for a weight: blocks, or tensors that are not quantised, by SGLang's names of its shards."""
+    """Loads a weight: keeps its shards, blocks or tensors that are not quantised, by SGLang's names for them."""
 
     def __init__(self) -> None:
         self._found: dict[Any, torch.Tensor] = {}
@@ -136,12 +135,12 @@ class _Shards:
         self._found[shard] = loaded
 
     def in_order(self, outputs: Sequence[int]) -> list[torch.Tensor]:
-        """The shards, one after the other. Raises ValueError unless they have so many outputs."""
+        """The shards in the order of the layer's outputs. Raises ValueError if their sizes are not `outputs`."""
         found = [self._found[shard] for shard in sorted(self._found, key=lambda name: _ORDER.get(name, name))]
         if [len(shard) for shard in found] != [*outputs]:
             raise ValueError(
                 f"the GGUF file has {[len(shard) for shard in found]} outputs for a layer that has {[*outputs]}, so "
-                "its configuration is not that of the model; take away the config.json beside it, or give another one."
+                "the config.json beside it is that of another model; remove it, or put the right one there."
             )
         return found
 
@@ -150,7 +149,7 @@ _ORDER: dict[Any, int] = {"q": 0, "k": 1, "v": 2, None: 0}
 
 
 class GgufLinearMethod(QuantisedMethod):
-    """Keeps what the file has of a layer, and packs it when all is loaded."""
+    """Keeps the blocks of a layer as they are loaded, and packs them when all are there."""
 
     def create_weights(
         self,
@@ -177,7 +176,7 @@ class GgufLinearMethod(QuantisedMethod):
 
 
 class GgufHeadMethod(GgufLinearMethod):
-    """The layer that makes logits. It may be an embedding, which is looked up in its `weight`."""
+    """The same for the layer that makes logits. If it is the embedding as well, its `weight` serves the look-ups."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         assert isinstance(layer, ParallelLMHead)
@@ -202,7 +201,7 @@ def _weight(data: torch.Tensor, load: Callable[..., None]) -> nn.Parameter:
 
 
 def _take(layer: nn.Module, outputs: Any) -> list[torch.Tensor] | None:
-    """What has been loaded for a layer, which loads no more; None if that has been taken already."""
+    """The shards of a layer, which takes no more of them; None if they were taken before."""
     weight = layer.weight
     assert isinstance(weight, nn.Parameter)
     load = weight.weight_loader  # type: ignore[attr-defined]
@@ -229,7 +228,7 @@ def _decoded(shard: torch.Tensor) -> Iterator[Quantised]:
 
 
 def _wide(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight in this dtype, not as it is mapped from the file."""
+    """The weight in this dtype, in memory of its own."""
     blocks: Blocks | None = getattr(stored, "ggml", None)
     if blocks is None:
         return stored.to(dtype, copy=True)

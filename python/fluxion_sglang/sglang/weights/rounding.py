@@ -1,9 +1,9 @@
 """`--quantization fluxion-int8`: linear layers and experts whose weights are rounded to 8 bits when they are loaded.
 
-A decode step reads every weight, so it takes half as long as in bfloat16 where weights are most of what it reads. 32
-inputs of an output share a scale, which rounds a weight by 0.54% (root mean square). Of the layer that makes logits,
-which may be the embedding as well, there is a rounded copy. Layers whose inputs are no multiple of 32 stay as they are,
-and so do experts that the kernels do not compute (`computes_experts`).
+A decode step reads every weight, and reads half as many bytes as in bfloat16. 32 inputs of an output share a scale,
+which rounds a weight by 0.54% (root mean square). The layer that makes logits, which may be the embedding as well, gets
+a rounded copy. Layers whose inputs are no multiple of 32, and experts that the kernels cannot compute
+(`computes_experts`), keep the checkpoint's weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FORMAT = Format(8, BLOCK, minima=False)
 
 
 def rounded(weight: torch.Tensor) -> Quantised:
-    """A weight [outputs, inputs] in 8 bits. A scale is the smallest float16 by which its largest weight is at most 127.
+    """A weight [outputs, inputs] in 8 bits. A scale is the smallest float16 that makes the largest integer at most 127.
 
     Raises:
         ValueError: a weight is not finite.
@@ -59,12 +59,12 @@ def rounded(weight: torch.Tensor) -> Quantised:
 
 
 def _parts(weight: torch.Tensor) -> Iterator[Quantised]:
-    """A weight rounded some rows at a time: what is computed of them in float32 is large."""
+    """A weight rounded some rows at a time, to bound the temporary memory in float32."""
     return (rounded(weight[rows]) for rows in slices(*weight.shape))
 
 
 def register() -> None:
-    """Tell SGLang what the name means."""
+    """Register the name in SGLang."""
     QUANTIZATION_METHODS[NAME] = RoundingConfig
 
 
@@ -99,7 +99,7 @@ class RoundingConfig(QuantizationConfig):
 
 
 class RoundingMethod(QuantisedMethod, UnquantizedLinearMethod):
-    """Loads a weight as it is in the checkpoint and rounds it when all are loaded, at each update of weights again."""
+    """Rounds the weight of a linear layer when all weights are loaded; again at each update of weights."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         weight = layer.weight
@@ -121,7 +121,7 @@ class RoundingMethod(QuantisedMethod, UnquantizedLinearMethod):
 
 
 class RoundingExpertsMethod(UnquantizedFusedMoEMethod):
-    """The same of experts, whose weights are then uint8 [experts, panels, bytes], each expert packed alone.
+    """The same for experts. Their rounded weights are uint8 [experts, panels, bytes], each expert packed alone.
 
     Attributes:
         native: the kernels; None: PyTorch computes.
@@ -172,7 +172,7 @@ def is_rounded(layer: nn.Module) -> bool:
 
 
 class _WideExperts:
-    """The weights of experts in a dtype, each when it is asked for."""
+    """Rounded weights of experts, each widened to a dtype when it is indexed."""
 
     def __init__(self, packed: Any, native: Native | None, dtype: torch.dtype) -> None:
         self._packed, self._native, self._dtype = packed, native, dtype
@@ -184,7 +184,7 @@ class _WideExperts:
 
 
 class _WithWideExperts:
-    """A layer whose experts SGLang's method may take one by one."""
+    """A layer with rounded experts, as SGLang's method reads it: expert by expert, in the dtype."""
 
     def __init__(self, layer: nn.Module, native: Native | None, dtype: torch.dtype) -> None:
         self._layer = layer
@@ -195,7 +195,7 @@ class _WithWideExperts:
 
 
 class RoundedHeadMethod(UnquantizedEmbeddingMethod):
-    """Multiplies few rows by a rounded copy of the weight, and keeps the copy as new as the weight.
+    """Multiplies few rows by a rounded copy of the weight, and renews the copy when the weight is loaded.
 
     Args:
         native: the kernels.
@@ -223,7 +223,7 @@ class RoundedHeadMethod(UnquantizedEmbeddingMethod):
 
 
 class _Loads:
-    """Loads a weight of which there is a rounded copy, which goes until all weights are loaded."""
+    """Loads a weight that has a rounded copy. The copy is dropped until all weights are loaded."""
 
     def __init__(self, layer: nn.Module, load: Any) -> None:
         self._layer, self._load = layer, load
@@ -234,7 +234,7 @@ class _Loads:
 
 
 def _remember(packed: Any, weight: nn.Parameter) -> None:
-    """What a rounded weight was, until it is loaded anew."""
+    """Keep on a rounded weight what `restore_weights_before_loading` needs."""
     packed.loaded = weight.dtype, tuple(weight.shape), dict(vars(weight))
     packed.weight_loader = _refuse
 

@@ -90,7 +90,7 @@ class Block {
  private:
   int64_t size() const { return static_cast<int64_t>(active_.size()); }
   // All experts have one row, and it is the same.
-  bool alone() const { return layer_.rows == 1 && layer_.chosen == size(); }
+  bool alone() const { return layer_.rows == 1 && layer_.chosen == size() && size() > 0; }
   int64_t row_of(int64_t at) const { return scratch_.pairs[at] / layer_.chosen; }
 
   int64_t row_bytes(const ExpertWeights& weights, int in) const {

@@ -292,7 +292,6 @@ _NAMES = {
     "model_executor.model_runner_components.weight_updater": ("_unsupported_derived_weight_cache_error",),
     "session.streaming_session": ("StreamingSession.release_session",),
     # Quantised checkpoints (`weights/quantised_checkpoints.py`).
-    "layers.moe.fused_moe_triton": ("FusedMoE",),
     "layers.linear": ("LinearBase.scheme",),
     "layers.parameter": ("BasevLLMParameter.load_merged_column_weight",),
     "layers.vocab_parallel_embedding": ("ParallelLMHead.scheme",),

@@ -201,6 +201,11 @@ class TestRefusals:
             why = gguf_model._unserved(header, ARGS)
             assert why is not None and why[0] == "it scales positions in a way that is not known here"
 
+    def test_of_a_file_that_cannot_be_read(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"it cannot be read \(Is a directory\); give a file") as told:
+            gguf_model.check(tmp_path, ARGS)
+        one_sentence(str(told.value))
+
     def test_of_a_file_that_is_cut_off(self, tmp_path: Path) -> None:
         path = write(tmp_path)
         path.write_bytes(path.read_bytes()[:-1])

@@ -101,6 +101,11 @@ def check(path: Path, args: Any = None) -> Header:
             header.expect(*header.tensors)
     except ggml.GGUFError as error:
         raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(
+            f"--enable-fluxion cannot serve {path.name}, because it cannot be read ({error.strerror}); give a file "
+            "that this user may read."
+        ) from None
     if why is not None:
         raise ConfigError(f"--enable-fluxion cannot serve {path.name} on a CPU, because {why[0]}; {why[1]}.")
     return header
@@ -368,8 +373,9 @@ def _save_tokenizer(header: Header, folder: Path) -> None:
         try:
             made = AutoTokenizer.from_pretrained(alone, gguf_file="model.gguf")
         except Exception as error:  # whatever a converter meets in the file
+            said = " ".join(str(error).split())
             raise ConfigError(
-                f"transformers cannot make a tokenizer from {header.path.name} ({type(error).__name__}: {error}); "
+                f"transformers cannot make a tokenizer from {header.path.name} ({type(error).__name__}: {said}); "
                 "put the model's tokenizer_config.json and tokenizer.json beside it."
             ) from None
         _put_bos(made, bool(header.values.get("tokenizer.ggml.add_bos_token", False)))

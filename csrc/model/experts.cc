@@ -90,7 +90,7 @@ class Block {
  private:
   int64_t size() const { return static_cast<int64_t>(active_.size()); }
   // Whether all chosen experts have the same input: one row, which chose none of them twice.
-  bool alone() const { return layer_.rows == 1 && layer_.chosen == size(); }
+  bool alone() const { return layer_.rows == 1 && layer_.chosen == size() && size() > 0; }
   int64_t row_of(int64_t at) const { return scratch_.pairs[at] / layer_.chosen; }
 
   int64_t row_bytes(const ExpertWeights& weights, int in) const {

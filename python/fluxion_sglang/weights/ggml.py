@@ -162,6 +162,14 @@ class Tensor:
         """Rows of a tensor of blocks."""
         return prod(self.shape[:-1])
 
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape of its bytes, where its type is served."""
+        if (dtype := DENSE.get(self.kind)) is not None:
+            return *self.shape[:-1], self.shape[-1] * dtype.itemsize
+        kind = KINDS[self.kind]
+        return self.outputs, self.shape[-1] // kind.inputs * kind.bytes
+
 
 @dataclass(frozen=True)
 class Header:
@@ -189,16 +197,18 @@ class Header:
         Raises:
             GGUFError: the file ends before the tensor does.
         """
+        self.expect(name)
         tensor = self.tensors[name]
-        if (dtype := DENSE.get(tensor.kind)) is not None:
-            shape = (*tensor.shape[:-1], tensor.shape[-1] * dtype.itemsize)
-        else:
-            kind = KINDS[tensor.kind]
-            shape = (tensor.outputs, tensor.shape[-1] // kind.inputs * kind.bytes)
-        if tensor.offset + prod(shape) > self.path.stat().st_size:
-            raise GGUFError(f"{self.path} ends before its tensor {name} does; download it again.")
-        stored = torch.from_numpy(np.memmap(self.path, np.uint8, "c", tensor.offset, shape))
+        dtype = DENSE.get(tensor.kind)
+        stored = torch.from_numpy(np.memmap(self.path, np.uint8, "c", tensor.offset, tensor.stored))
         return stored if dtype is None else stored.view(dtype)
+
+    def expect(self, *names: str) -> None:
+        """Raises GGUFError unless the file has these tensors to their ends."""
+        size = self.path.stat().st_size
+        for name in names:
+            if (tensor := self.tensors[name]).offset + prod(tensor.stored) > size:
+                raise GGUFError(f"{self.path} ends before its tensor {name} does; download it again.")
 
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -214,14 +224,14 @@ def read_header(path: Path) -> Header:
     """
     with path.open("rb") as file:
         try:
-            return _Reader(file).header(path)
+            return _Reader(file, path.stat().st_size).header(path)
         except (struct.error, KeyError, UnicodeDecodeError, ArithmeticError, MemoryError):
             raise GGUFError(f"{path} ends in its header or is damaged; download it again.") from None
 
 
 class _Reader:
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
 
     def header(self, path: Path) -> Header:
         if self._file.read(4) != b"GGUF" or (version := self._number("I")) not in (2, 3):
@@ -229,7 +239,9 @@ class _Reader:
         tensors, values = self._number("Q"), self._number("Q")
         said = {self._text(): self._value(self._number("I")) for _ in range(values)}
         found = {self._text(): self._tensor() for _ in range(tensors)}
-        alignment = int(said.get("general.alignment", 32))
+        alignment = said.get("general.alignment", 32)
+        if len(found) != tensors or type(alignment) is not int or alignment < 1:  # of two of one name, which is meant?
+            raise KeyError(alignment)
         start = -(-self._file.tell() // alignment) * alignment
         placed = {name: Tensor(shape, kind, start + offset) for name, (shape, kind, offset) in found.items()}
         return Header(path, said | {"GGUF.version": version}, placed)
@@ -240,20 +252,22 @@ class _Reader:
     def _text(self) -> str:
         return str(self._file.read(self._number("Q")), "utf-8")
 
+    def _skip(self, count: int) -> None:
+        if count > self._size:
+            raise KeyError(count)
+        self._file.seek(count, 1)
+
     def _value(self, kind: int) -> Any:
         if kind == _TEXT:
             return self._text()
         if kind != _ARRAY:
             return self._number(_NUMBERS[kind])
         kind, count = self._number("I"), self._number("Q")
-        if kind in _NUMBERS:
-            self._file.seek(count * struct.calcsize(f"<{_NUMBERS[kind]}"), 1)
-        else:
+        if kind == _TEXT:
             for _ in range(count):
-                if kind == _TEXT:
-                    self._file.seek(self._number("Q"), 1)
-                else:
-                    self._value(kind)
+                self._skip(self._number("Q"))
+        else:  # llama.cpp has no arrays of arrays
+            self._skip(count * struct.calcsize(f"<{_NUMBERS[kind]}"))
         return Array(count)
 
     def _tensor(self) -> tuple[tuple[int, ...], int, int]:

@@ -210,6 +210,13 @@ def test_an_expert_that_is_not_there_is_refused_before_anything_is_computed(wron
     assert (out == 7).all()
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_that_choose_no_expert_are_zeros(rows: int) -> None:
+    of = made(8, 64, 32, torch.float32, None, 1)
+    none, weights = torch.empty(rows, 0, dtype=torch.int32), torch.empty(rows, 0)
+    assert not NativeLayers(WORKERS).experts(torch.randn(rows, 64), none, weights, of.gate_up, of.down).any()
+
+
 def test_wrong_arguments_are_refused() -> None:
     layers, x, choice = NativeLayers(WORKERS), torch.randn(3, 64), chosen(3, 2, 8, 1)
     of, packed = made(8, 64, 32, torch.float32, None, 1), made(8, 64, 32, torch.float32, EIGHT, 1)

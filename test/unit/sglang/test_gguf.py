@@ -167,6 +167,49 @@ class TestRefusals:
         why = gguf_model._unserved(header, ARGS)
         assert why is not None and why[0] == "it has no blk.1.ffn_up.weight"
 
+    @pytest.mark.parametrize(
+        ("key", "value", "says"),
+        [
+            ("llama.block_count", 1 << 31, "it says that it has 2147483648 layers, and has"),
+            ("llama.attention.head_count", 0, "no number llama.attention.head_count above 0"),
+            ("llama.attention.layer_norm_rms_epsilon", float("nan"), "no number .*epsilon above 0"),
+            ("llama.rope.freq_base", "text", "no number llama.rope.freq_base above 0"),
+            ("llama.attention.key_length", ggml.Array(2), "no number llama.attention.key_length above 0"),
+            ("tokenizer.ggml.eos_token_id", ggml.Array(2), "tokenizer.ggml.eos_token_id is no token"),
+            ("split.count", "text", "a part of a split file"),
+            ("llama.embedding_length", 96, "its token_embd.weight is 300 x 64 and its header says that it is 300 x 96"),
+            ("llama.attention.head_count_kv", 4, "its blk.0.attn_k.weight is 64 x 64 and .* 128 x 64"),
+            ("llama.feed_forward_length", 64, "its blk.0.ffn_gate.weight is 96 x 64 and .* 64 x 64"),
+        ],
+    )
+    def test_of_a_header_that_lies(
+        self, key: str, value: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        header = ggml.read_header(write(tmp_path))
+        header.values[key] = value
+        monkeypatch.setattr(ggml, "read_header", lambda _: header)
+        with pytest.raises(ConfigError, match=says) as told:
+            gguf_model.check(tmp_path / "model.gguf", ARGS)
+        one_sentence(str(told.value))
+
+    def test_of_frequencies_that_are_not_of_the_heads(self, tmp_path: Path) -> None:
+        header = ggml.read_header(write(tmp_path))
+        for tensor in (ggml.Tensor((0,), 0, 0), ggml.Tensor((1 << 40,), 0, 0), ggml.Tensor((1, 32), 8, 0)):
+            header.tensors["rope_freqs.weight"] = tensor
+            why = gguf_model._unserved(header, ARGS)
+            assert why is not None and why[0] == "it scales positions in a way that is not known here"
+
+    def test_of_a_file_that_cannot_be_read(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"it cannot be read \(Is a directory\); give a file") as told:
+            gguf_model.check(tmp_path, ARGS)
+        one_sentence(str(told.value))
+
+    def test_of_a_file_that_is_cut_off(self, tmp_path: Path) -> None:
+        path = write(tmp_path)
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(ConfigError, match=r"model.gguf ends before its tensor \S+ does; download it again\."):
+            gguf_model.check(path, ARGS)
+
 
 class TestTheFolder:
     @pytest.fixture(autouse=True)
@@ -215,6 +258,25 @@ class TestTheFolder:
         made = gguf_model.prepared(gguf_model.check(path, ARGS), tokenizer=False)
         assert json.loads((made.parent / "config.json").read_text())["mark"] == 1
         assert not (made.parent / "tokenizer_config.json").exists()
+
+    def test_has_what_is_put_beside_the_file_later(self, tmp_path: Path) -> None:
+        header = gguf_model.check(write(tmp_path), ARGS)
+        config = gguf_model.prepared(header, tokenizer=False).parent / "config.json"
+        made = config.read_text()
+        (tmp_path / "config.json").write_text("{}")
+        gguf_model.prepared(header, tokenizer=False)
+        assert config.read_text() == "{}"
+        (tmp_path / "config.json").unlink()
+        gguf_model.prepared(header, tokenizer=False)
+        assert config.read_text() == made and not config.is_symlink()
+
+    def test_needs_a_home_or_a_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        header = gguf_model.check(write(tmp_path), ARGS)
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", lambda: Path("~nobody-at-all").expanduser())
+        with pytest.raises(ConfigError, match="this user has no home; set XDG_CACHE_HOME") as told:
+            gguf_model.prepared(header, tokenizer=False)
+        one_sentence(str(told.value))
 
     def test_that_cannot_be_written_is_refused(self, tmp_path: Path) -> None:
         header = gguf_model.check(write(tmp_path), ARGS)
@@ -300,8 +362,23 @@ def test_a_layer_takes_no_other_weights() -> None:
 def test_a_layer_of_another_size_is_refused() -> None:
     layer = ReplicatedLinear(64, 48, **GIVEN)
     layer.weight.weight_loader(layer.weight, blocks(32, 64, Type.Q8_0)[0])
-    with pytest.raises(ValueError, match=r"has \[32\] outputs for a layer that has \[48\]"):
+    with pytest.raises(ConfigError, match=r"has \[\[32, 64\]\] outputs .* for a layer that has \[\[48, 64\]\]") as told:
         process(layer)
+    one_sentence(str(told.value))
+    layer = ReplicatedLinear(64, 32, **GIVEN)
+    layer.weight.weight_loader(layer.weight, blocks(32, 96, Type.Q8_0)[0])
+    with pytest.raises(ConfigError, match=r"has \[\[32, 96\]\] outputs .* for a layer that has \[\[32, 64\]\]"):
+        process(layer)
+
+
+def test_a_scale_that_is_not_finite_is_refused() -> None:
+    layer = ReplicatedLinear(64, 32, **GIVEN)
+    loaded, _ = blocks(32, 64, Type.Q8_0)
+    loaded[3, :2] = torch.tensor([torch.nan], dtype=torch.float16).view(torch.uint8)
+    layer.weight.weight_loader(layer.weight, loaded)
+    with pytest.raises(ConfigError, match="a scale of the weights is not finite or above 65504, and") as told:
+        process(layer)
+    one_sentence(str(told.value))
 
 
 def logits_of(layer: Any) -> torch.Tensor:

@@ -252,6 +252,20 @@ def test_what_is_found_when_weights_are_loaded() -> None:
         one_sentence(str(caught.value))
 
 
+@pytest.mark.parametrize("kind", ["gptq", "awq", "w4a16", "w8a8"])
+def test_tensors_that_do_not_fit_are_refused(kind: str, ranks: Callable[[int, int], None]) -> None:
+    ranks(0, 1)
+    given: Any = {"bias": False, "params_dtype": torch.float32, "quant_config": config_of(KINDS[kind][0])}
+    alone = ReplicatedLinear(IN, OUT, **given)
+    merged = MergedColumnParallelLinear(IN, [OUT, OUT], **given)
+    for outputs, inputs in ((OUT, 2 * IN), (OUT, IN // 2), (OUT // 2, IN), (2 * OUT, IN)):
+        _, packed = grid(kind, outputs, inputs=inputs)
+        for layer, shard in ((alone, ()), (merged, (1,)))[: 2 if outputs == OUT else 1]:  # SGLang cuts or fills shards
+            with pytest.raises(ConfigError, match=r"it has a tensor of [\dx ]+ for a layer that, by its") as told:
+                load(layer, packed, *shard)
+            one_sentence(str(told.value))
+
+
 def compressed(bits: int = 4, group: int = 32, form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
     config = packings.compressed_config(bits, group, form=form)
     config["config_groups"]["group_0"]["weights"] |= weights
@@ -268,6 +282,9 @@ def activated(config: dict[str, Any], **activations: Any) -> dict[str, Any]:
     [
         (packings.gptq_config(3, 128), "have 3 bits and the kernels take 4 or 8"),
         (packings.gptq_config(2, 128), "have 2 bits"),
+        (packings.gptq_config(4, 128, dynamic=["+:.*down.*"]), "its quantization_config is damaged"),
+        (packings.auto_round_config(4, 32, extra_config={"a": {"bits": None}}), "its quantization_config is damaged"),
+        (packings.awq_config(None), "None inputs share a scale"),  # type: ignore[arg-type]
         (packings.gptq_config(4, 128, dynamic={"+:.*down.*": {"bits": 2}}), "have 2 bits"),
         (packings.gptq_config(4, 100), "100 inputs share a scale (group_size)"),
         (packings.gptq_config(4, 128, desc_act=True), "orders inputs by activation (desc_act)"),

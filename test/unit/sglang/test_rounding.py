@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_calls import dtypes, few, seeds
+from refusals import one_sentence
 from sglang.srt.layers import linear
 from sglang.srt.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
@@ -122,9 +123,11 @@ def test_parts_of_a_merged_layer_are_loaded_one_by_one(monkeypatch: pytest.Monke
 def test_what_cannot_be_is_refused() -> None:
     layer = ReplicatedLinear(IN, OUT, bias=False, params_dtype=torch.bfloat16, quant_config=RoundingConfig())
     weight = torch.randn(OUT, IN).bfloat16()
-    weight[3, 4] = math.nan
-    with pytest.raises(ValueError, match=f"not finite, and --quantization {INT8_WEIGHTS} cannot round them"):
-        load(layer, weight)
+    for value, says in ((math.nan, "some are not finite"), (1e7, "a scale of the weights is .* above 65504")):
+        weight[3, 4] = value
+        with pytest.raises(ConfigError, match=f"because {says}") as told:
+            load(layer, weight)
+        one_sentence(str(told.value))
     with pytest.raises(ConfigError, match=f"--quantization {INT8_WEIGHTS} is for the CPU, and .* device is cuda"):
         served_models.check_quantised(SimpleNamespace(device="cuda", quantization=INT8_WEIGHTS))
 
@@ -151,5 +154,5 @@ def test_nothing_tiny_and_what_is_not_finite() -> None:
     assert not found.integers[:2].any() and float(found.scales[0, 0]) == 0
     assert found.integers[2, 0] == -127 and not found.integers[2, 1:].any()
     w[0, 1] = math.inf
-    with pytest.raises(ValueError, match=r"some weights are not finite, .* leave it out"):
+    with pytest.raises(ValueError, match=r"because some are not finite; leave that option out"):
         rounded(w)

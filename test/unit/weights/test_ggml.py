@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import gguf
@@ -62,6 +63,14 @@ def test_a_scale_beyond_float16_is_refused() -> None:
         pack(ggml.decode(blocks, gguf.GGMLQuantizationType.Q4_K))
 
 
+def _value(kind: int, *numbers: int) -> bytes:
+    """A value of a header: of an array the types, of 4 bytes, and the counts, of 8."""
+    forms = {8: "Q", 9: "IQ" * (len(numbers) // 2)}
+    if kind == 9 and numbers[:2] == (8, 1):
+        forms[9] = "IQQ"
+    return struct.pack(f"<I{forms.get(kind, 'I')}", kind, *numbers)
+
+
 class TestAFile:
     @pytest.fixture
     def file(self, tmp_path: Path) -> Path:
@@ -110,3 +119,29 @@ class TestAFile:
             file.write_bytes(damaged)
             with pytest.raises(ggml.GGUFError, match=r"download it again|not a little-endian GGUF file"):
                 ggml.read_header(file)
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            *((9, 0, count) for count in (1 << 33, 1 << 62, (1 << 63) - 1)),  # an array of bytes
+            *((9, 8, 1, length) for length in (1 << 33, (1 << 63) - 1)),  # of one text
+            (9, *(9, 1) * 5000, 0, 0),  # of arrays
+            (8, 1 << 60),
+        ],
+    )
+    def test_that_counts_more_than_it_has_is_refused(self, value: tuple[int, ...], file: Path) -> None:
+        file.write_bytes(struct.pack("<4sIQQQ1s", b"GGUF", 3, 0, 1, 1, b"a") + _value(*value))
+        with pytest.raises(ggml.GGUFError, match="damaged; download it again"):
+            ggml.read_header(file)
+
+    @pytest.mark.parametrize("value", [(4, 0), (5, -8 & 0xFFFFFFFF), (6, 0x7FC00000), (8, 0), (9, 0, 0)])
+    def test_whose_alignment_is_no_number_is_refused(self, value: tuple[int, ...], file: Path) -> None:
+        key = b"general.alignment"
+        file.write_bytes(struct.pack("<4sIQQQ17s", b"GGUF", 3, 0, 1, len(key), key) + _value(*value))
+        with pytest.raises(ggml.GGUFError, match="damaged; download it again"):
+            ggml.read_header(file)
+
+    def test_with_two_tensors_of_a_name_is_refused(self, file: Path) -> None:
+        file.write_bytes(file.read_bytes().replace(b"b.weight", b"a.weight"))
+        with pytest.raises(ggml.GGUFError, match="damaged; download it again"):
+            ggml.read_header(file)

@@ -14,7 +14,6 @@ import math
 import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -98,16 +97,23 @@ def check(path: Path, args: Any = None) -> Header:
     """
     try:
         header = ggml.read_header(path)
+        if (why := _unserved(header, args)) is None:
+            header.expect(*header.tensors)
     except ggml.GGUFError as error:
         raise ConfigError(str(error)) from None
-    if (why := _unserved(header, args)) is not None:
+    except OSError as error:
+        raise ConfigError(
+            f"--enable-fluxion cannot serve {path.name}, because it cannot be read ({error.strerror}); give a file "
+            "that this user may read."
+        ) from None
+    if why is not None:
         raise ConfigError(f"--enable-fluxion cannot serve {path.name} on a CPU, because {why[0]}; {why[1]}.")
     return header
 
 
 def _unserved(header: Header, args: Any) -> tuple[str, str] | None:
     architecture = header.architecture
-    if re.search(r"-\d{5}-of-\d{5}\.gguf$", header.path.name) or header.values.get("split.count", 0) > 1:
+    if re.search(r"-\d{5}-of-\d{5}\.gguf$", header.path.name) or header.values.get("split.count", 0) not in (0, 1):
         return "it is a part of a split file", "join the parts with llama.cpp's llama-gguf-split --merge"
     if header.value("expert_count", 0) or "moe" in architecture:
         return f"its model ({architecture}) has experts, and GGUF files with experts are not served", (
@@ -129,7 +135,7 @@ def _unserved(header: Header, args: Any) -> tuple[str, str] | None:
     for name, tensor in header.tensors.items():
         if (kind := ggml.KINDS.get(tensor.kind)) and (len(tensor.shape) < 2 or tensor.shape[-1] % kind.inputs):
             return f"{name} has {tensor.shape[-1]} inputs, which is no multiple of {kind.inputs}", _INSTEAD
-    return _other_tensors(header) or _other_values(header)
+    return _other_tensors(header) or _other_values(header) or _other_shapes(header)
 
 
 def _type_names(kinds: set[int]) -> str:
@@ -140,8 +146,10 @@ def _type_names(kinds: set[int]) -> str:
 
 
 def _other_tensors(header: Header) -> tuple[str, str] | None:
-    if not isinstance(header.value("block_count"), int):
+    if type(layers := header.value("block_count")) is not int:
         return "it does not say how many layers it has", _INSTEAD
+    if layers > len(header.tensors):
+        return f"it says that it has {layers} layers, and has {len(header.tensors)} tensors", _INSTEAD
     names, found = names_of(header).keys(), header.tensors.keys()
     if missing := names - found:
         return f"it has no {min(missing)}", _INSTEAD
@@ -151,12 +159,60 @@ def _other_tensors(header: Header) -> tuple[str, str] | None:
 
 
 def _other_values(header: Header) -> tuple[str, str] | None:
-    for key in _NUMBERS.values():
-        if not isinstance(header.value(key), int | float):
-            return f"it has no number {header.architecture}.{key}", "give the model in bfloat16"
+    gemma = header.architecture == "gemma3"
+    scaled = header.value("rope.scaling.type") == "linear"
+    needed = [*_NUMBERS.values(), *["attention.sliding_window"] * gemma, *["rope.scaling.factor"] * scaled]
+    for key in (*needed, *_OPTIONAL):
+        if not (_is_size(found := header.value(key)) or (found is None and key not in needed)) and not (
+            key in _REAL and isinstance(found, float) and 0 < found < math.inf
+        ):
+            return f"it has no number {header.architecture}.{key} above 0", "give the model in bfloat16"
+    for key in ("bos", "eos", "eot", "padding"):
+        if type(header.values.get(f"tokenizer.ggml.{key}_token_id", 0)) is not int:
+            return f"its tokenizer.ggml.{key}_token_id is no token", _INSTEAD
     if _rope(header) is None and not (header.path.parent / "config.json").is_file():
         return "it scales positions in a way that this version does not know", "put the model's config.json beside it"
     return None
+
+
+def _is_size(found: Any) -> bool:
+    return type(found) is int and found > 0
+
+
+_OPTIONAL = (
+    *("attention.key_length", "rope.dimension_count", "rope.freq_base", "rope.freq_base_swa"),
+    "attention.sliding_window_pattern",
+)
+_REAL = ("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.factor")
+"""These are no sizes."""
+
+
+def _other_shapes(header: Header) -> tuple[str, str] | None:
+    """A layer whose inputs are other ones than it is given would fail at the first request."""
+    config = config_of(header)
+    size, hidden, inner = config["head_dim"], config["hidden_size"], config["intermediate_size"]
+    queries, keys = size * config["num_attention_heads"], size * config["num_key_value_heads"]
+    parts = {"q": queries, "k": keys, "v": keys}
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (config["vocab_size"], hidden),
+        "output.weight": (config["vocab_size"], hidden),
+        **{f"attn_{part}.weight": (outputs, hidden) for part, outputs in parts.items()},
+        **{f"attn_{part}.bias": (outputs,) for part, outputs in parts.items()},
+        "attn_output.weight": (hidden, queries),
+        "attn_q_norm.weight": (size,),
+        "attn_k_norm.weight": (size,),
+        **{f"ffn_{part}.weight": (inner, hidden) for part in ("gate", "up")},
+        "ffn_down.weight": (hidden, inner),
+    }
+    for name in names_of(header):
+        found, want = header.tensors[name].shape, shapes.get(re.sub(r"^blk\.\d+\.", "", name), (hidden,))
+        if found != want:
+            return f"its {name} is {_size(found)} and its header says that it is {_size(want)}", _INSTEAD
+    return None
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
 
 
 # --- The configuration ---
@@ -178,8 +234,7 @@ def config_of(header: Header) -> dict[str, Any]:
     """The model's configuration, as transformers has it."""
     class_name, model_type, _ = _ARCHITECTURES[header.architecture]
     config = {name: header.value(key) for name, key in _NUMBERS.items()}
-    heads = config["hidden_size"] // config["num_attention_heads"]
-    size = header.value("attention.key_length", header.value("rope.dimension_count", heads))
+    heads, size = config["hidden_size"] // config["num_attention_heads"], _head_size(header)
     config |= {
         "architectures": [class_name],
         "model_type": model_type,
@@ -204,6 +259,11 @@ def config_of(header: Header) -> dict[str, Any]:
     return config
 
 
+def _head_size(header: Header) -> int:
+    each = header.value("embedding_length") // header.value("attention.head_count")
+    return int(header.value("attention.key_length", header.value("rope.dimension_count", each)))
+
+
 def _rope(header: Header) -> dict[str, Any] | None:
     """Its rope_parameters; None if the file scales positions in a way that is not known."""
     theta = header.value("rope.freq_base", 10000.0)
@@ -226,6 +286,9 @@ def _rope(header: Header) -> dict[str, Any] | None:
 
 def _llama3(header: Header, theta: float) -> dict[str, Any] | None:
     """Llama 3's scaling, from the divisors of frequencies in the file; None if they are of another scaling."""
+    stored = header.tensors[_ROPE]
+    if stored.kind not in ggml.DENSE or stored.shape != (_head_size(header) // 2,) or stored.shape == (0,):
+        return None
     factors = header.read(_ROPE).double()
     found = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     factor = round(float(factors.max()), 4)
@@ -251,7 +314,13 @@ def prepared(header: Header, tokenizer: bool) -> Path:
     real = header.path.resolve()
     about = real.stat()
     key = hashlib.sha256(f"{_VERSION} {header.path.absolute()} {real} {about.st_size} {about.st_mtime_ns}".encode())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # such a user may be a container's
+        raise ConfigError(
+            f"--enable-fluxion cannot serve {header.path.name}, because its configuration needs a folder and this user "
+            "has no home; set XDG_CACHE_HOME to a folder that can be written."
+        ) from None
     folder = cache / "fluxion" / "gguf" / key.hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -281,10 +350,11 @@ _BESIDE = (
 
 
 def _link(target: Path, link: Path) -> None:
-    if not link.exists():
-        link.unlink(missing_ok=True)
-        with suppress(FileExistsError):  # another server has just made it
-            link.symlink_to(target)
+    """Have it link to the target, whatever was there before: a file of ours, or a link to another one."""
+    if not (link.is_symlink() and link.readlink() == target):
+        with TemporaryDirectory(dir=link.parent) as new:  # another server may do the same
+            (Path(new) / link.name).symlink_to(target)
+            os.replace(Path(new) / link.name, link)
 
 
 def _write(folder: Path, write: Callable[[Path], object]) -> None:
@@ -304,8 +374,9 @@ def _save_tokenizer(header: Header, folder: Path) -> None:
         try:
             made = AutoTokenizer.from_pretrained(alone, gguf_file="model.gguf")
         except Exception as error:  # whatever a converter meets in the file
+            said = " ".join(str(error).split())
             raise ConfigError(
-                f"transformers cannot make a tokenizer from {header.path.name} ({type(error).__name__}: {error}); "
+                f"transformers cannot make a tokenizer from {header.path.name} ({type(error).__name__}: {said}); "
                 "put the model's tokenizer_config.json and tokenizer.json beside it."
             ) from None
         _put_bos(made, bool(header.values.get("tokenizer.ggml.add_bos_token", False)))

@@ -22,6 +22,7 @@ from sglang.srt.platforms import current_platform
 from torch import nn
 from torch.nn import functional as F
 
+from fluxion_sglang.config import ConfigError
 from fluxion_sglang.sglang.start import gguf_model
 from fluxion_sglang.sglang.weights.methods import QuantisedMethod, hold
 from fluxion_sglang.weights import ggml
@@ -134,15 +135,23 @@ class _Shards:
     def __call__(self, param: nn.Parameter, loaded: torch.Tensor, shard: Any = None) -> None:
         self._found[shard] = loaded
 
-    def in_order(self, outputs: Sequence[int]) -> list[torch.Tensor]:
-        """The shards in the order of the layer's outputs. Raises ValueError if their sizes are not `outputs`."""
+    def in_order(self, outputs: Sequence[int], inputs: int) -> list[torch.Tensor]:
+        """The shards in the order of the layer's outputs. Raises ConfigError unless they have these outputs and inputs."""
         found = [self._found[shard] for shard in sorted(self._found, key=lambda name: _ORDER.get(name, name))]
-        if [len(shard) for shard in found] != [*outputs]:
-            raise ValueError(
-                f"the GGUF file has {[len(shard) for shard in found]} outputs for a layer that has {[*outputs]}, so "
-                "the config.json beside it is that of another model; remove it, or put the right one there."
+        shapes, wanted = [_shape(shard) for shard in found], [[each, inputs] for each in outputs]
+        if shapes != wanted:
+            raise ConfigError(
+                f"--enable-fluxion cannot serve this GGUF file, because it has {shapes} outputs and inputs for a layer "
+                f"that has {wanted}, so the config.json beside it is that of another model; remove it, or put the right "
+                "one there."
             )
         return found
+
+
+def _shape(stored: torch.Tensor) -> list[int]:
+    """Outputs and inputs."""
+    blocks: Blocks | None = getattr(stored, "ggml", None)
+    return [*stored.shape] if blocks is None else [len(stored), blocks.inputs]
 
 
 _ORDER: dict[Any, int] = {"q": 0, "k": 1, "v": 2, None: 0}
@@ -207,7 +216,7 @@ def _take(layer: nn.Module, outputs: Any) -> list[torch.Tensor] | None:
     load = weight.weight_loader  # type: ignore[attr-defined]
     if not isinstance(load, _Shards):
         return None
-    found = load.in_order(outputs)
+    found = load.in_order(outputs, weight.shape[1])
     layer.weight = _weight(weight.data, _refuse)
     layer._derived_weight_cache_error = _NO_UPDATE  # type: ignore[assignment]  # SGLang asks for it before an update
     return found

@@ -16,6 +16,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from torch import nn
 from torch.nn import functional as F
 
+from fluxion_sglang.config import ConfigError
 from fluxion_sglang.weights.quantised import PANEL, Format, Quantised, pack, slices, unpack
 
 
@@ -51,13 +52,24 @@ class Native(Protocol):
         """As `Part.wide`. The next call overwrites the result."""
 
 
+def packed(weight: Quantised) -> torch.Tensor:
+    """As of `pack`. Raises ConfigError where a scale has no float16: the server then says that sentence alone."""
+    try:
+        return pack(weight)
+    except ValueError as error:
+        raise ConfigError(
+            f"--enable-fluxion cannot serve these weights on a CPU, because {str(error).rstrip('.')}; give another "
+            "checkpoint of the model, or one in bfloat16."
+        ) from None
+
+
 def hold(layer: nn.Module, weights: Iterable[Quantised], name: str = "packed") -> None:
     """Packs weights and gives them to a layer, whose outputs are theirs in this order.
 
     Neighbours of one format become one parameter. Parameters are called `name`, `name`1, `name`2 and so on.
 
     Raises:
-        ValueError: a scale is not finite as float16.
+        ConfigError: a scale is not finite as float16.
     """
     pieces: list[list[torch.Tensor]] = []
     shapes: list[tuple[str, int, int, Format]] = []
@@ -69,9 +81,9 @@ def hold(layer: nn.Module, weights: Iterable[Quantised], name: str = "packed") -
         else:
             shapes.append((f"{name}{len(shapes) or ''}", outputs, inputs, weight.format))
             pieces.append([])
-        pieces[-1].append(pack(weight))
-    for (key, *_), packed in zip(shapes, pieces, strict=True):
-        setattr(layer, key, nn.Parameter(torch.cat(packed) if len(packed) > 1 else packed[0], requires_grad=False))
+        pieces[-1].append(packed(weight))
+    for (key, *_), each in zip(shapes, pieces, strict=True):
+        setattr(layer, key, nn.Parameter(torch.cat(each) if len(each) > 1 else each[0], requires_grad=False))
     layer.quantised = tuple(shapes)  # type: ignore[assignment]
 
 

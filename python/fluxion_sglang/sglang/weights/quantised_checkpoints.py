@@ -10,6 +10,7 @@ float16, which rounds them by at most 2^-11 of themselves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,6 +135,21 @@ class _IntQuantised(CompressedTensorsW8A8Int8):
         return checkpoints.int_quantised(layer.weight, scales)
 
 
+def _fitting(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`load`, which refuses what does not fit: SGLang asserts it without a word."""
+
+    def loading(parameter: Any, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(parameter, loaded, *args, **kwargs)
+        except (AssertionError, RuntimeError, IndexError):
+            raise _unserved(
+                f"it has a tensor of {' x '.join(map(str, loaded.shape)) or 'one number'} for a layer that, by its "
+                f"configuration, has {' x '.join(map(str, parameter.shape))} there"
+            ) from None
+
+    return loading
+
+
 class CheckpointMethod(QuantisedMethod):
     """Loads the packed weight of a checkpoint, and repacks it for our kernels; again at each update of weights.
 
@@ -150,7 +166,8 @@ class CheckpointMethod(QuantisedMethod):
         names = ("input_size_per_partition", "output_partition_sizes", "input_size", "output_size", "params_dtype")
         given = dict(zip(names, args, strict=False)) | kwargs
         self._check(layer, **given)
-        self._given = given | {"params_dtype": torch.float32}
+        loads = {name: _fitting(given[name]) for name in given if name == "weight_loader"}
+        self._given = given | {"params_dtype": torch.float32} | loads
         self._make(layer)
 
     def _make(self, layer: nn.Module) -> None:

@@ -24,6 +24,7 @@ from sglang.srt.layers.quantization.unquant import (
 )
 from torch import nn
 
+from fluxion_sglang.config import ConfigError
 from fluxion_sglang.sglang.compat import INT8_WEIGHTS as NAME
 from fluxion_sglang.sglang.weights.methods import (
     Native,
@@ -32,10 +33,11 @@ from fluxion_sglang.sglang.weights.methods import (
     computes_experts,
     drop,
     hold,
+    packed,
     parts_of,
     wide_slices,
 )
-from fluxion_sglang.weights.quantised import BLOCK, Format, Quantised, pack, slices
+from fluxion_sglang.weights.quantised import BLOCK, Format, Quantised, slices
 
 FORMAT = Format(8, BLOCK, minima=False)
 
@@ -44,12 +46,15 @@ def rounded(weight: torch.Tensor) -> Quantised:
     """A weight [outputs, inputs] in 8 bits. A scale is the smallest float16 that makes the largest integer at most 127.
 
     Raises:
-        ValueError: a weight is not finite.
+        ConfigError: a weight is not finite.
     """
     groups = weight.float().unflatten(1, (-1, FORMAT.group))
     least = groups.abs().amax(-1) / 127
     if not bool(least.isfinite().all()):
-        raise ValueError(f"some weights are not finite, and --quantization {NAME} cannot round them; leave it out.")
+        raise ConfigError(
+            f"--enable-fluxion cannot round these weights (--quantization {NAME}), because some are not finite; leave "
+            "that option out, or give another checkpoint of the model."
+        )
     nearest = least.to(torch.float16)
     above = torch.nextafter(nearest, torch.full_like(nearest, torch.inf))
     scales = torch.where(nearest.float() < least, above, nearest).float()
@@ -134,16 +139,16 @@ class RoundingExpertsMethod(UnquantizedFusedMoEMethod):
         if is_rounded(layer) or not computes_experts(layer) or any(w.shape[2] % FORMAT.group for w in _weights(layer)):
             return
         # Both or none: weights that cannot be rounded leave the layer as it is.
-        both = [torch.stack([pack(rounded(expert)) for expert in weight.data]) for weight in _weights(layer)]
-        for name, weight, packed in zip(_EXPERTS, _weights(layer), both, strict=True):
-            setattr(layer, name, nn.Parameter(packed, requires_grad=False))
+        both = [torch.stack([packed(rounded(expert)) for expert in weight.data]) for weight in _weights(layer)]
+        for name, weight, experts in zip(_EXPERTS, _weights(layer), both, strict=True):
+            setattr(layer, name, nn.Parameter(experts, requires_grad=False))
             _remember(getattr(layer, name), weight)
 
     def restore_weights_before_loading(self, layer: nn.Module) -> None:
         if is_rounded(layer):
-            for name, packed in zip(_EXPERTS, _weights(layer), strict=True):
-                dtype, shape, attributes = packed.loaded
-                experts, wide = _WideExperts(packed, self.native, dtype), torch.empty(shape, dtype=dtype)
+            for name, held in zip(_EXPERTS, _weights(layer), strict=True):
+                dtype, shape, attributes = held.loaded
+                experts, wide = _WideExperts(held, self.native, dtype), torch.empty(shape, dtype=dtype)
                 for expert, into in enumerate(wide):
                     into.copy_(experts[expert])
                 setattr(layer, name, nn.Parameter(wide, requires_grad=False))

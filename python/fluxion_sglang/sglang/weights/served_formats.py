@@ -23,7 +23,11 @@ def check(quantisation: dict[str, Any], model: dict[str, Any]) -> None:
     Raises:
         ConfigError: the first reason.
     """
-    for why in _reasons(quantisation, model):
+    try:
+        why = next(_reasons(quantisation, model), None)
+    except (AttributeError, TypeError, ValueError):  # a list where an object belongs, and the like
+        why = "its quantization_config is damaged"
+    if why is not None:
         raise ConfigError(
             f"--enable-fluxion cannot serve this {quantisation['quant_method']} checkpoint on a CPU, because {why}; "
             f"give it in {FORMATS}, or in bfloat16."

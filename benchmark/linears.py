@@ -85,7 +85,7 @@ def layers(native: NativeLayers, own: Sequence[Tensor], weights: Sequence[Tensor
 def quantised(
     native: NativeLayers, weight: Tensor, x: Tensor, least: int
 ) -> dict[str, tuple[Tensor, int, list[Layer]]]:
-    """By format the first 4,096 outputs of the weight that is multiplied, float32; the weight's bytes; and the layer for
+    """By format the first 4,096 outputs of the weight that is multiplied, float32; the weight's bytes; and a layer for
     each of its copies."""
     found = {}
     for name, form in FORMATS.items():

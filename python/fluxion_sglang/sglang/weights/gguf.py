@@ -136,7 +136,7 @@ class _Shards:
         self._found[shard] = loaded
 
     def in_order(self, outputs: Sequence[int], inputs: int) -> list[torch.Tensor]:
-        """The shards in the order of the layer's outputs. Raises ConfigError unless they have these outputs and inputs."""
+        """The shards in the order of the layer's outputs. Raises ConfigError if their shapes are others."""
         found = [self._found[shard] for shard in sorted(self._found, key=lambda name: _ORDER.get(name, name))]
         shapes, wanted = [_shape(shard) for shard in found], [[each, inputs] for each in outputs]
         if shapes != wanted:

@@ -20,7 +20,8 @@ from fluxion_sglang.sglang.compat import INT8_WEIGHTS
 from fluxion_sglang.sglang.containment.passes import FailureGuard
 from fluxion_sglang.sglang.steps import layers
 from fluxion_sglang.sglang.steps.tracing import Kind, TracedLayers, Tracer
-from fluxion_sglang.sglang.weights.rounding import RoundingConfig, RoundingExpertsMethod, is_rounded, rounded
+from fluxion_sglang.sglang.weights.experts import formats_of
+from fluxion_sglang.sglang.weights.rounding import FORMAT, RoundingConfig, RoundingExpertsMethod, rounded
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 8, 2, 64, 32
 
@@ -120,7 +121,7 @@ def test_other_experts_are_sglangs(options: dict[str, Any], rounds: bool) -> Non
     if options.get("with_bias"):
         layer.w13_weight_bias.data.zero_()
         layer.w2_weight_bias.data.zero_()
-    assert not is_rounded(layer)
+    assert not formats_of(layer)
     x, choice = asked(3)
     want = computed(layer, x, choice)
     layers.install(nn.Sequential(layer), layers.Contained(NATIVE))
@@ -181,7 +182,7 @@ class TestRounded:
                 expert.copy_(rounded(expert).wide())
         x, choice = asked(rows, dtype)
         want = computed(plain, x, choice)
-        assert is_rounded(layer) and layer.w13_weight.shape[:2] == (EXPERTS, 2 * INNER // 16)
+        assert formats_of(layer) == (FORMAT, FORMAT) and layer.w13_weight.shape[:2] == (EXPERTS, 2 * INNER // 16)
         if native:
             install(layer)
         got = computed(layer, x, choice)
@@ -191,7 +192,7 @@ class TestRounded:
 
     def test_a_size_that_is_no_multiple_of_a_group_stays(self) -> None:
         layer = made(rounds=True, inner=48)
-        assert isinstance(layer.quant_method, RoundingExpertsMethod) and not is_rounded(layer)
+        assert isinstance(layer.quant_method, RoundingExpertsMethod) and not formats_of(layer)
         x, choice = asked(3)
         want = computed(layer, x, choice)
         install(layer)
@@ -208,11 +209,11 @@ class TestRounded:
         method: Any = layer.quant_method
         for _ in range(2):  # a failed update is rolled back: restored once more
             method.restore_weights_before_loading(layer)
-        assert not is_rounded(layer) and layer.w13_weight.shape == (EXPERTS, 2 * INNER, HIDDEN)
+        assert not formats_of(layer) and layer.w13_weight.shape == (EXPERTS, 2 * INNER, HIDDEN)
         torch.testing.assert_close(computed(layer, x, choice), before, **tolerance(torch.bfloat16))
         load(layer, 1)
         new = computed(layer, x, choice)
-        assert is_rounded(layer) and (new - before).abs().max() > 0.1
+        assert formats_of(layer) and (new - before).abs().max() > 0.1
         other = made(torch.bfloat16)
         load(other, 1)
         torch.testing.assert_close(new, computed(other, x, choice), rtol=0.05, atol=0.05)

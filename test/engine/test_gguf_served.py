@@ -14,6 +14,7 @@ import pytest
 import tiny_model
 import torch
 import transformers
+import zoo
 from server import Server
 
 FLAGS = ("--chunked-prefill-size", "256", "--skip-tokenizer-init")

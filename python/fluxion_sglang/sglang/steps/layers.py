@@ -110,7 +110,7 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
                 method.native = quantised
             for experts in (getattr(module, name) for name in WEIGHTS):
                 if _is_plain(experts):
-                    native.layers.into_huge_pages(experts.data.flatten(0, 1))  # type: ignore[operator]
+                    native.layers.into_huge_pages(experts.data.flatten(0, 1))
             count += 1
             continue
         if not isinstance(weight, nn.Parameter) or type(weight.data) is not torch.Tensor:

@@ -159,15 +159,21 @@ class TestRefusals:
             gguf_model.check(write(tmp_path), SimpleNamespace(**{**vars(ARGS), **options}))
         one_sentence(str(told.value))
 
-    def test_of_another_architecture(self, tmp_path: Path) -> None:
-        writer = gguf.GGUFWriter(tmp_path / "phi.gguf", "phi3")
+    @pytest.mark.parametrize(
+        ("architecture", "says"),
+        [
+            ("phi3", r"architecture is phi3, and GGUF files are served of llama .*, qwen3moe and gemma3"),
+            ("qwen2moe", r"model \(qwen2moe\) has experts, which are served from GGUF files of qwen3moe alone"),
+        ],
+    )
+    def test_of_another_architecture(self, architecture: str, says: str, tmp_path: Path) -> None:
+        writer = gguf.GGUFWriter(tmp_path / "other.gguf", architecture)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.close()
-        with pytest.raises(
-            ConfigError, match=r"architecture is phi3, and GGUF files are served of llama .* and gemma3"
-        ):
-            gguf_model.check(tmp_path / "phi.gguf", ARGS)
+        with pytest.raises(ConfigError, match=says) as told:
+            gguf_model.check(tmp_path / "other.gguf", ARGS)
+        one_sentence(str(told.value))
 
     def test_of_tensors_too_few_or_too_many(self, tmp_path: Path) -> None:
         header = ggml.read_header(write(tmp_path))

@@ -85,8 +85,11 @@ def is_tied(header: Header) -> bool:
 
 def load(header: Header, name: str) -> torch.Tensor:
     """A tensor, or its blocks, as SGLang's model has it: llama.cpp's converter has put the rows of queries and keys of
-    a llama into another order, and has added 1 to the weights of Gemma's norms. All experts' outputs follow each
-    other."""
+    a llama into another order, and has added 1 to the weights of Gemma's norms.
+
+    Returns:
+        [outputs, inputs], or [outputs, bytes] of blocks; one expert's outputs follow another's.
+    """
     stored = header.read(name)
     if stored.dim() == 3:
         stored = stored.flatten(0, 1)

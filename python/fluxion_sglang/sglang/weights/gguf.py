@@ -73,7 +73,7 @@ def _weights(header: ggml.Header, names: dict[str, str]) -> Iterator[tuple[str, 
     for name in filter(names.__contains__, header.tensors):
         loaded = _loaded(header, name)
         if name == gguf_model.EMBEDDING or name.endswith(gguf_model.ROUTER):
-            # They may be modules of PyTorch's. SGLang reads weights with its dtype as PyTorch's default.
+            # Layers of SGLang's own or PyTorch's. SGLang reads weights with their dtype as PyTorch's default.
             loaded = _wide(loaded, torch.get_default_dtype())
         yield names[name], loaded
 
@@ -231,18 +231,18 @@ class GgufExpertsMethod(PackedExpertsMethod):
             setattr(layer, name, _weight(torch.empty(0, inputs, dtype=params_dtype), _Shards()))
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        sizes: Any = layer.gguf_outputs
-        experts: Any = layer.num_local_experts
-        found = {name: _take(layer, [experts * one for one in outputs], name) for name, outputs in sizes.items()}
+        held: Any = layer
+        sizes, experts = held.gguf_outputs, held.num_local_experts
+        found: Any = {name: _take(layer, [experts * one for one in each], name) for name, each in sizes.items()}
         if None in found.values():
             return
-        packs = all(hasattr(shard, "ggml") for shards in found.values() for shard in shards or ())
+        packs = all(hasattr(shard, "ggml") for shards in found.values() for shard in shards)
         for name, shards in found.items():
-            weight: Any = getattr(layer, name)
-            made = [_packed(shard) if packs else _wide(shard, weight.dtype) for shard in shards or ()]
+            weight = getattr(held, name)
+            made = [_packed(shard) if packs else _wide(shard, weight.dtype) for shard in shards]
             whole = torch.cat([matrix.unflatten(0, (experts, -1)) for matrix in made], 1)
             if packs:
-                size, form = (sum(sizes[name]), weight.shape[1]), ggml.KINDS[shards[0].ggml.kind].format  # type: ignore
+                size, form = (sum(sizes[name]), weight.shape[1]), ggml.KINDS[shards[0].ggml.kind].format
                 hold_experts(layer, name, whole, size, form).weight_loader = _refuse
             else:
                 setattr(layer, name, _weight(whole, _refuse))

@@ -45,14 +45,9 @@ from torch import nn
 
 from fluxion_sglang.native import NativeLayers, topology
 from fluxion_sglang.sglang.steps.packed import PackedWeight, Packer, owners
-from fluxion_sglang.sglang.weights.methods import Part, QuantisedMethod, computes_experts, parts_of
-from fluxion_sglang.sglang.weights.rounding import (
-    FORMAT,
-    RoundedHeadMethod,
-    RoundingExpertsMethod,
-    RoundingMethod,
-    is_rounded,
-)
+from fluxion_sglang.sglang.weights.experts import WEIGHTS, PackedExpertsMethod, computes_experts, formats_of
+from fluxion_sglang.sglang.weights.methods import Part, QuantisedMethod, parts_of
+from fluxion_sglang.sglang.weights.rounding import FORMAT, RoundedHeadMethod, RoundingMethod
 
 MAX_ROWS = 32 if topology()["isa"] == "amx" else 96
 """Most rows that the workers multiply. Alone, PyTorch is as fast from about 64 rows on, and much faster on a matrix
@@ -117,9 +112,9 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
             continue
         # Adapters of experts have the method as well, and not the weights.
         if isinstance(module, FusedMoE) and isinstance(method, UnquantizedFusedMoEMethod) and computes_experts(module):
-            if isinstance(method, RoundingExpertsMethod):
+            if isinstance(method, PackedExpertsMethod):
                 method.native = quantised
-            for experts in (module.w13_weight, module.w2_weight):
+            for experts in (getattr(module, name) for name in WEIGHTS):
                 if _is_plain(experts):
                     native.layers.into_huge_pages(experts.data.flatten(0, 1))
             count += 1
@@ -288,7 +283,7 @@ def _experts(
     native: Contained, method: UnquantizedFusedMoEMethod, layer: Any, dispatch_output: StandardDispatchOutput
 ) -> StandardCombineInput:
     x, choice, out = dispatch_output.hidden_states, dispatch_output.topk_output, None
-    gate_up, down = layer.w13_weight, layer.w2_weight
+    gate_up, down, forms = layer.w13_weight, layer.w2_weight, formats_of(layer)
     if (
         computes_experts(layer)
         and TopKOutputChecker.format_is_standard(choice)
@@ -297,12 +292,11 @@ def _experts(
         and 0 < choice.topk_ids.numel() <= MAX_EXPERT_ROWS * len(gate_up)
         and _is_plain(gate_up)
         and _is_plain(down)
-        and (is_rounded(layer) or gate_up.dtype is x.dtype)
+        and (forms or gate_up.dtype is x.dtype)
         and not getattr(layer, "use_intel_amx_backend", False)
         and not torch.compiler.is_compiling()
     ):
         ids, weights = choice.topk_ids.to(torch.int32).contiguous(), choice.topk_weights.contiguous()
-        forms = (FORMAT, FORMAT) if is_rounded(layer) else None
         gelu = layer.moe_runner_config.activation == "gelu"
         out = native(lambda layers: layers.experts(x, ids, weights, gate_up, down, forms, gelu=gelu))
     return method.forward_native(layer, dispatch_output) if out is None else StandardCombineInput(hidden_states=out)
@@ -436,5 +430,5 @@ _OPERATIONS: dict[type[BaseFusedOp], Callable[..., Any]] = {
     GeluAndMul: _gelu_mul,
     RotaryEmbedding: _rope,
     UnquantizedFusedMoEMethod: _experts,
-    RoundingExpertsMethod: _experts,
+    PackedExpertsMethod: _experts,
 }

@@ -132,17 +132,3 @@ def wide_slices(native: Native | None, part: Part, dtype: torch.dtype) -> Iterat
     """The weight's rows in this dtype, a slice at a time. The next slice may overwrite the last one."""
     for rows in slices(part.outputs, part.inputs):
         yield part.wide(rows, dtype) if native is None else native.wide(part, rows, dtype)
-
-
-def computes_experts(layer: nn.Module) -> bool:
-    """Whether the kernels can compute these experts (SGLang's FusedMoE)."""
-    config: Any = layer.moe_runner_config
-    special = (
-        config.apply_router_weight_on_input,
-        config.no_combine,
-        layer.with_bias,
-        layer.use_triton_kernels,
-        layer.moe_ep_size != 1,
-        *(getattr(config, name) is not None for name in ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")),
-    )
-    return config.is_gated and config.activation in ("silu", "gelu") and not any(special)

@@ -14,29 +14,25 @@ from typing import Any
 import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
-from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from sglang.srt.layers.quantization.unquant import (
     UnquantizedEmbeddingMethod,
-    UnquantizedFusedMoEMethod,
     UnquantizedLinearMethod,
 )
 from torch import nn
 
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.sglang.compat import INT8_WEIGHTS as NAME
-from fluxion_sglang.sglang.weights.methods import (
-    Native,
-    Part,
-    QuantisedMethod,
+from fluxion_sglang.sglang.weights.experts import (
+    WEIGHTS,
+    PackedExpertsMethod,
+    WideExperts,
     computes_experts,
-    drop,
-    hold,
-    packed,
-    parts_of,
-    wide_slices,
+    formats_of,
+    hold_experts,
 )
+from fluxion_sglang.sglang.weights.methods import Native, QuantisedMethod, drop, hold, packed, parts_of, wide_slices
 from fluxion_sglang.weights.quantised import BLOCK, Format, Quantised, slices
 
 FORMAT = Format(8, BLOCK, minima=False)
@@ -125,78 +121,31 @@ class RoundingMethod(QuantisedMethod, UnquantizedLinearMethod):
         vars(layer.weight).update(attributes)
 
 
-class RoundingExpertsMethod(UnquantizedFusedMoEMethod):
-    """The same for experts. Their rounded weights are uint8 [experts, panels, bytes], each expert packed alone.
-
-    Attributes:
-        native: the kernels; None: PyTorch computes.
-    """
-
-    native: Native | None = None
+class RoundingExpertsMethod(PackedExpertsMethod):
+    """The same for experts."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         super().process_weights_after_loading(layer)
-        if is_rounded(layer) or not computes_experts(layer) or any(w.shape[2] % FORMAT.group for w in _weights(layer)):
+        weights: Any = {name: getattr(layer, name) for name in WEIGHTS}
+        whole = all(weight.shape[2] % FORMAT.group == 0 for weight in weights.values())
+        if formats_of(layer) or not whole or not computes_experts(layer):
             return
         # Both or none: weights that cannot be rounded leave the layer as it is.
-        both = [torch.stack([packed(rounded(expert)) for expert in weight.data]) for weight in _weights(layer)]
-        for name, weight, experts in zip(_EXPERTS, _weights(layer), both, strict=True):
-            setattr(layer, name, nn.Parameter(experts, requires_grad=False))
-            _remember(getattr(layer, name), weight)
+        both = [torch.stack([packed(rounded(expert)) for expert in weight.data]) for weight in weights.values()]
+        for (name, weight), experts in zip(weights.items(), both, strict=True):
+            _remember(hold_experts(layer, name, experts, weight.shape[1:], FORMAT), weight)
 
     def restore_weights_before_loading(self, layer: nn.Module) -> None:
-        if is_rounded(layer):
-            for name, held in zip(_EXPERTS, _weights(layer), strict=True):
+        if formats_of(layer):
+            for name in WEIGHTS:
+                held: Any = getattr(layer, name)
                 dtype, shape, attributes = held.loaded
-                experts, wide = _WideExperts(held, self.native, dtype), torch.empty(shape, dtype=dtype)
+                experts, wide = WideExperts(held, self.native, dtype), torch.empty(shape, dtype=dtype)
                 for expert, into in enumerate(wide):
                     into.copy_(experts[expert])
                 setattr(layer, name, nn.Parameter(wide, requires_grad=False))
                 vars(getattr(layer, name)).update(attributes)
         super().restore_weights_before_loading(layer)
-
-    def forward_cpu(self, layer: nn.Module, dispatch_output: StandardDispatchOutput) -> StandardCombineInput:
-        if is_rounded(layer):
-            layer = _WithWideExperts(layer, self.native, dispatch_output.hidden_states.dtype)  # type: ignore[assignment]
-        found: StandardCombineInput = super().forward_cpu(layer, dispatch_output)
-        return found
-
-    forward_native = forward_cpu
-
-
-_EXPERTS = ("w13_weight", "w2_weight")
-
-
-def _weights(layer: nn.Module) -> tuple[Any, Any]:
-    return layer.w13_weight, layer.w2_weight
-
-
-def is_rounded(layer: nn.Module) -> bool:
-    """Whether the weights of these experts are rounded now."""
-    return layer.w13_weight.dtype is torch.uint8
-
-
-class _WideExperts:
-    """Rounded weights of experts, each widened to a dtype when it is indexed."""
-
-    def __init__(self, packed: Any, native: Native | None, dtype: torch.dtype) -> None:
-        self._packed, self._native, self._dtype = packed, native, dtype
-
-    def __getitem__(self, expert: int) -> torch.Tensor:
-        _, (_, outputs, inputs), _ = self._packed.loaded
-        part = Part(self._packed[expert], outputs, inputs, FORMAT)
-        return torch.cat([rows.clone() for rows in wide_slices(self._native, part, self._dtype)])
-
-
-class _WithWideExperts:
-    """A layer with rounded experts, as SGLang's method reads it: expert by expert, in the dtype."""
-
-    def __init__(self, layer: nn.Module, native: Native | None, dtype: torch.dtype) -> None:
-        self._layer = layer
-        self.w13_weight, self.w2_weight = (_WideExperts(packed, native, dtype) for packed in _weights(layer))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
 
 
 class RoundedHeadMethod(UnquantizedEmbeddingMethod):

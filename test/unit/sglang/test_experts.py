@@ -16,7 +16,6 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from torch import nn
 
 from fluxion_sglang.native import NativeLayers, Workers
-from fluxion_sglang.sglang.compat import INT8_WEIGHTS
 from fluxion_sglang.sglang.containment.passes import FailureGuard
 from fluxion_sglang.sglang.steps import layers
 from fluxion_sglang.sglang.steps.tracing import Kind, TracedLayers, Tracer
@@ -222,5 +221,10 @@ class TestRounded:
         method: Any = layer.quant_method
         method.restore_weights_before_loading(layer)
         layer.w2_weight.data[5, 0, 0] = math.nan
-        with pytest.raises(ValueError, match=f"not finite, and --quantization {INT8_WEIGHTS} cannot round them"):
+        with pytest.raises(ValueError, match="because some are not finite; leave that option out"):
             method.process_weights_after_loading(layer)
+        assert not is_rounded(layer) and layer.w13_weight.dtype is layer.w2_weight.dtype
+        method.restore_weights_before_loading(layer)  # another update begins
+        layer.w2_weight.data[5, 0, 0] = 0
+        method.process_weights_after_loading(layer)
+        assert is_rounded(layer)

@@ -138,9 +138,9 @@ class RoundingExpertsMethod(UnquantizedFusedMoEMethod):
         super().process_weights_after_loading(layer)
         if is_rounded(layer) or not computes_experts(layer) or any(w.shape[2] % FORMAT.group for w in _weights(layer)):
             return
-        for name in _EXPERTS:
-            weight = getattr(layer, name)
-            experts = torch.stack([packed(rounded(expert)) for expert in weight.data])
+        weights = _weights(layer)
+        rounds = [torch.stack([packed(rounded(expert)) for expert in weight.data]) for weight in weights]
+        for name, weight, experts in zip(_EXPERTS, weights, rounds, strict=True):  # both, or neither
             setattr(layer, name, nn.Parameter(experts, requires_grad=False))
             _remember(getattr(layer, name), weight)
 

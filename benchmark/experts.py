@@ -1,10 +1,10 @@
-"""Experts of a mixture in a decode step: ours, in bfloat16 and in 8 bits, SGLang's loop, and what memory gives.
+"""Experts of a mixture in a decode step: ours in bfloat16 and 8 bits, SGLang's loop, and a plain stream of memory.
 
     python benchmark/experts.py            # about two minutes; needs nothing beyond what SGLang brings
     python benchmark/experts.py --quick
 
-One layer of Qwen3-30B-A3B: 128 experts of which a row chooses 8, at random here. A run computes as many steps, each
-with a choice of its own, as read more than all caches hold. `of_stream` compares the weights that were read with a
+One layer of Qwen3-30B-A3B's shape: 128 experts, of which a row chooses 8 at random. A run computes several steps with
+different choices, enough to read more than all caches hold. `of_stream` compares the weights that were read with a
 plain stream. Results go to experts.json in benchmark/results/<machine>.
 """
 
@@ -38,7 +38,7 @@ from fluxion_sglang.weights.quantised import pack
 
 
 class Shape(NamedTuple):
-    """Of a layer: experts, how many a row chooses, and elements of rows outside of them and inside."""
+    """Of a layer: experts, how many a row chooses, and the sizes of a row outside of an expert and inside."""
 
     experts: int
     chosen: int
@@ -53,7 +53,7 @@ Layer = Callable[[], Tensor]
 
 
 def weights_of(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Of gates and what they gate, and of the way back."""
+    """Random weights: gate and up, and down."""
     random = torch.Generator().manual_seed(0)
     sizes = (2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)
     both = [torch.randn(shape.experts, *size, generator=random).mul_(size[1] ** -0.5).bfloat16() for size in sizes]
@@ -61,7 +61,7 @@ def weights_of(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def choices(shape: Shape, rows: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Experts and weights of every row, for each of so many steps."""
+    """Experts and weights of every row, for each of `count` steps."""
     random = torch.Generator().manual_seed(rows)
     drawn = torch.rand(count, rows, shape.experts, generator=random).topk(shape.chosen)
     return list(zip(drawn.indices.int().unbind(), drawn.values.softmax(-1).unbind(), strict=True))
@@ -70,7 +70,7 @@ def choices(shape: Shape, rows: int, count: int) -> list[tuple[Tensor, Tensor]]:
 def layers(
     native: NativeLayers, x: Tensor, chosen: Sequence[tuple[Tensor, Tensor]], plain: Sequence[Tensor], eight: Any
 ) -> dict[str, list[Layer]]:
-    """Who computes x, once for every choice."""
+    """The ways to compute x, a call for each step's choice."""
     layer: Any = SimpleNamespace(num_experts=len(plain[0]), w13_weight=plain[0], w2_weight=plain[1])
     config = MoeRunnerConfig(activation="silu")
     return {

@@ -7,7 +7,8 @@ Weights are bfloat16, in memory that torch allocated and in huge pages, as a ser
 where it packs them, and larger than all caches: a run goes over several copies. The stream reads as much in the way
 that is fastest (`probe.PLANS`).
 Peers multiply the same rows: torch's linear, oneDNN with weights that it has packed beforehand, and ggml_mul_mat of
-llama.cpp where llama-cpp-python is installed. Results go to linears.json in benchmark/results/<machine>.
+llama.cpp where llama-cpp-python is installed. So do ours with weights of 8 and 4 bits, in as many copies as are larger
+than the caches: `of_stream` is of their own bytes. Results go to linears.json in benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fluxion_sglang.native import NativeLayers
+from fluxion_sglang.weights.quantised import Format, Quantised, pack, slices
 
 SHAPES = ((2816, 1024), (1024, 2816), (4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (128256, 4096))
 """Outputs and inputs: layers of a model of 111 million parameters, and of Llama-3.1-8B."""
 ROWS = (1, 2, 4, 8, 16, 32)
 QUICK_SHAPES, QUICK_ROWS = ((1024, 512),), (1, 4)
+
+FORMATS = {"ours, 8 bits": Format(8, 32, minima=False), "ours, 4 bits": Format(4, 32, minima=True)}
+"""What fluxion-int8 makes, and what most GGUF files have."""
 
 Layer = Callable[[], Tensor]
 
@@ -77,6 +82,34 @@ def layers(native: NativeLayers, own: Sequence[Tensor], weights: Sequence[Tensor
     return found
 
 
+def quantised(
+    native: NativeLayers, weight: Tensor, x: Tensor, least: int
+) -> dict[str, tuple[Tensor, int, list[Layer]]]:
+    """By format the first 4,096 outputs of the weight that is multiplied, float32; the weight's bytes; and a layer for
+    each of its copies."""
+    found = {}
+    for name, form in FORMATS.items():
+        made = [grid(weight[rows], form) for rows in slices(*weight.shape)]
+        packed = torch.cat([pack(part) for part in made])
+        copies = copies_of(packed, -(-least // packed.nbytes))
+        layer = partial(native.linear_quantised, x, form=form, outputs=len(weight))
+        found[name] = grid(weight[:4096], form).wide(), packed.nbytes, [partial(layer, weights=copy) for copy in copies]
+    return found
+
+
+def grid(weight: Tensor, form: Format) -> Quantised:
+    """The weight on the grid between the least and the largest of a group, or around 0."""
+    groups = weight.float().unflatten(1, (-1, form.group))
+    if form.minima:
+        least = groups.amin(-1)
+        scales = (groups.amax(-1) - least) / 15
+        integers = ((groups - least.unsqueeze(-1)) / scales.unsqueeze(-1)).round().clamp(0, 15).to(torch.uint8)
+        return Quantised(integers.flatten(1), scales, least, form)
+    scales = groups.abs().amax(-1) / 127
+    integers = (groups / scales.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
+    return Quantised(integers.flatten(1), scales, None, form)
+
+
 def run_all(calls: Sequence[Layer]) -> int:
     start = time.perf_counter_ns()
     for call in calls:
@@ -99,26 +132,29 @@ def measure(outputs: int, inputs: int, rows: Sequence[int], rounds: int, least: 
         every = layers(native, own, weights, x)
         exact = x.double() @ weight[:4096].double().T
         errors = {name: error(calls[0]()[:, :4096], exact) for name, calls in every.items()}
+        few_bits = quantised(native, weight, x, least)
+        for name, (wide, _, calls) in few_bits.items():
+            every[name] = calls
+            errors[name] = error(calls[0]()[:, :4096], x.double() @ wide[:4096].double().T)
         contenders = {name: partial(run_all, calls) for name, calls in every.items()}
         streams = {f"stream {plan.streams}:{plan.ahead}": partial(read, memories[plan], plan) for plan in probe.PLANS}
         times = interleave(contenders | streams, rounds)
         nbytes = copies * weight.nbytes
         ours = judge(times, "ours", nbytes, least)
-        for name in every:
+        for name, calls in every.items():
+            each = median(times[name]) / len(calls)
+            read_bytes = few_bits[name][1] if name in few_bits else weight.nbytes
+            speed = {"gb_per_s": round(read_bytes / each, 2), "of_stream": round(read_bytes / each / ours["stream"], 4)}
             found.append(
                 {
                     "outputs": outputs,
                     "inputs": inputs,
                     "rows": count,
                     "peer": name,
-                    "us": round(median(times[name]) / copies / 1e3, 1),
-                    "over_ours": round(ratio(times[name], times["ours"]), 3),
+                    "us": round(each / 1e3, 1),
+                    "over_ours": round(ratio(times[name], times["ours"]) * copies / len(calls), 3),
                     "error": errors[name],
-                    **(
-                        {**ours, "packed": own is not weights}
-                        if name == "ours"
-                        else {"gb_per_s": round(nbytes / median(times[name]), 2)}
-                    ),
+                    **({**ours, "packed": own is not weights} if name == "ours" else speed),
                 }
             )
     return found

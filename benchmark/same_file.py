@@ -1,12 +1,12 @@
-"""The same GGUF file in llama.cpp and here: a decode step at several depths, and the tokens of a prompt a second.
+"""The same GGUF file in llama.cpp and in Fluxion: decode steps at several depths, and prompt tokens a second.
 
     python benchmark/same_file.py                        # both public files; an hour on two cores
     python benchmark/same_file.py --models smollm2 --depths 512 4096 --rounds 1
     python benchmark/same_file.py --quick
 
-A round runs one way after the other, each in a process of its own (racers/); times are medians of steps, then of
-rounds, and ratios are medians of each round's. llama.cpp is built for this machine on the first run. `make checkpoints`
-fetches the files. Results go to same_file.json in benchmark/results/<machine>.
+A round runs each way in a process of its own (racers/), one after the other. Times are medians of steps, then of
+rounds; a ratio is the median of the rounds' ratios. llama.cpp is built for this machine on the first run. `make
+checkpoints` fetches the files. Results go to same_file.json in benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def cells(way: Entry, file: Path, depths: list[int]) -> Cells:
 
 
 def rows(name: str, found: list[Cells]) -> list[dict[str, Any]]:
-    """A row a depth and batch: of each way the median, and the median ratio to the fastest llama.cpp of the round."""
+    """A row for each depth and batch: each way's median, and our median ratio to the fastest llama.cpp of a round."""
     made = []
     for depth, batch in dict.fromkeys(key[1:] for key in found[0]):
         each = {

@@ -36,17 +36,21 @@ def peer_columns(ours: str, value: str, head: Columns, data: Data) -> Columns:
     return {**head, **{f"{peer} / {ours}": at(peer, value, form="{:.2f}x") for peer in others}}
 
 
+def linear_columns(data: Data) -> Columns:
+    """Ours, then those of fewer bits with what they read of the stream, then what the peers take over ours."""
+    shape = "{outputs:,} x {inputs:,} | {rows} | {ours[gb_per_s]:.0f} | {ours[of_stream]:.0%}"
+    bits = [peer for peer in dict.fromkeys(row["peer"] for row in data["rows"]) if peer.endswith("bits")]
+    few = {**data, "rows": [row for row in data["rows"] if row["peer"] not in bits]}
+    head = columns_of("weights | rows | GB/s | of the stream", shape)
+    for peer in bits:
+        head[f"{peer} / ours"] = at(peer, "over_ours", form="{:.2f}x")
+        head[f"{peer}: of the stream"] = at(peer, "of_stream", form="{:.0%}")
+    return peer_columns("ours", "over_ours", head, few)
+
+
 linears = Table(
     "linears.json",
-    partial(
-        peer_columns,
-        "ours",
-        "over_ours",
-        columns_of(
-            "weights | rows | GB/s | of the stream",
-            "{outputs:,} x {inputs:,} | {rows} | {ours[gb_per_s]:.0f} | {ours[of_stream]:.0%}",
-        ),
-    ),
+    linear_columns,
     "Medians of {rounds} interleaved rounds, bfloat16.",
     lambda data: pivot(
         (row for row in data["rows"] if row["rows"] in SHOWN_ROWS), ("outputs", "inputs", "rows"), "peer"
@@ -64,6 +68,33 @@ def int8_rows(data: Data) -> list[Row]:
     return found
 
 
+experts = Table(
+    "experts.json",
+    columns_of(
+        "rows | experts read | by | of the stream | over ours",
+        "{rows} | {active:.0f} | {who} | {of_stream:.0%} | {over_ours:.2f}x",
+    ),
+    "One layer of Qwen3-30B-A3B: 128 experts of 2,048 x 768, 8 for a row. Medians of {rounds} interleaved rounds.",
+)
+same_file = Table(
+    "same_file.json",
+    {
+        "file, batch (0: its prompt, tokens/s)": "{model}, {batch}",
+        "tokens before": "{depth:,}",
+        **{
+            name: f"{{each[{way}]:.1f}}"
+            for name, way in {
+                "llama.cpp": "llama.cpp",
+                "with flash attention": "llama.cpp, flash attention",
+                "and KV in q8_0": "llama.cpp, flash attention, KV in q8_0",
+                "Fluxion `full`": "Fluxion `full`",
+                "Fluxion `sketch`": "Fluxion `sketch`",
+            }.items()
+        },
+        "`full` / fastest llama.cpp": "{ratio[Fluxion `full`]:.2f}x",
+    },
+    "Milliseconds of a decode step. Medians of {rounds} rounds in turns, each of {steps} steps.",
+)
 int8_weights = Table(
     "int8_weights.json",
     {
@@ -366,6 +397,8 @@ race_systems = Table(
 SPEED_TABLES: dict[str, Callable[[Path], str]] = {
     "linears": linears,
     "int8_weights": int8_weights,
+    "experts": experts,
+    "same_file": same_file,
     "prompt_attention": prompt_attention,
     "first_token": first_token,
     "pool_scale": pool_scale,

@@ -12,7 +12,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 
-WORDS = {"gemma3_text": "gemma3"}
+WORDS = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
 """llama.cpp's words for models that transformers has another for."""
 
 
@@ -24,8 +24,19 @@ def _permuted(rows: np.ndarray, heads: int) -> np.ndarray:
 def mixed(name: str) -> Type:
     """Types of weights by their names in the file: several, and in one layer of SGLang's different ones."""
     parts = {"attn_v": Type.Q8_0, "attn_k": Type.Q5_0, "attn_output": Type.Q5_1, "ffn_down": Type.F16}
+    parts |= {"ffn_gate_inp": Type.F32, "ffn_gate_exps": Type.Q8_0, "ffn_up_exps": Type.Q5_0}
     parts |= {"ffn_up": Type.Q4_1, "token_embd": Type.Q8_0, "output": Type.Q4_1}
     return parts.get(name.split(".")[-2], Type.Q4_0)
+
+
+def _matrices(name: str, weight: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """What the file has of a weight, by names without the suffix: of experts' gates and up two tensors."""
+    if name.endswith("experts.gate_up_proj"):
+        return [
+            (name.replace("gate_up", kind), np.ascontiguousarray(half))
+            for kind, half in zip(("gate", "up"), np.split(weight, 2, 1), strict=True)
+        ]
+    return [(name.removesuffix(".weight").removesuffix(".bias"), weight)]
 
 
 def write(model: Any, file: Path, types: Callable[[str], Type] = mixed, **values: Any) -> Any:
@@ -55,26 +66,31 @@ def write(model: Any, file: Path, types: Callable[[str], Type] = mixed, **values
         writer.add_rope_dimension_count(head_size)
     if word == "gemma3":
         writer.add_sliding_window(config.sliding_window)
+    if word == "qwen3moe":
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     for key, value in values.items():
         {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}[type(value)](key, value)
     _add_tokenizer(writer, config.vocab_size)
     for name, weight in state.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        stem, suffix = name.rsplit(".", 1)
-        ours = f"{names.get_name(stem)}.{suffix}"
-        rows = weight.float().numpy()
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(stem.split(".")[-1])
-        if word == "llama" and heads:
-            rows = _permuted(rows, heads)
-        if word == "gemma3" and stem.endswith("norm"):
-            rows = rows + 1
-        chosen = types(ours) if rows.ndim == 2 else Type.F32
-        stored = rows.astype(np.float16) if chosen is Type.F16 else gguf.quants.quantize(rows, chosen)
-        writer.add_tensor(ours, stored, raw_dtype=chosen)
-        back = gguf.quants.quantize(weight.float().numpy(), chosen)  # a row is quantised alone
-        if rows.ndim == 2:
-            state[name] = torch.from_numpy(gguf.quants.dequantize(back, chosen))
+        back = []
+        for stem, matrix in _matrices(name, weight.float().numpy()):
+            suffix = "bias" if name.endswith(".bias") else "weight"
+            ours, rows = f"{names.get_name(stem)}.{suffix}", matrix
+            heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+            if word == "llama" and (count := heads.get(stem.split(".")[-1])):
+                rows = _permuted(rows, count)
+            if word == "gemma3" and stem.endswith("norm"):
+                rows = rows + 1
+            chosen = types(ours) if rows.ndim > 1 else Type.F32
+            stored = rows.astype(np.float16) if chosen is Type.F16 else gguf.quants.quantize(rows, chosen)
+            writer.add_tensor(ours, stored, raw_dtype=chosen)
+            row_by_row = gguf.quants.quantize(matrix, chosen)
+            back.append(gguf.quants.dequantize(row_by_row, chosen) if rows.ndim > 1 else matrix)
+        state[name] = torch.from_numpy(np.concatenate(back, 1) if len(back) > 1 else back[0])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

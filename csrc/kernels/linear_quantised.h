@@ -3,16 +3,16 @@
 #include "kernels/int8.h"
 #include "kernels/linear.h"
 
-// Linear layers whose weights are integers of 8 or 4 bits, in panels (kernels/table.h, QuantisedFormat). x
-// becomes integers of 16 bits with a scale of its own for every kQuantisedBlock inputs, which loses at most
-// 2^-16 of their largest; the products of a block are exact. A lane has an output, so that nothing is added
+// Linear layers whose weights are integers of 8 or 4 bits, in panels (kernels/table.h, QuantisedFormat). The
+// kernel rounds x to integers of 16 bits, with a scale for every kQuantisedBlock inputs; the error is at most
+// 2^-16 of the largest of these. The sums of a block are exact. A lane has an output, so no kernel adds
 // across lanes.
 //
-// An ISA header has what is its own:
+// Each ISA header defines:
 //
-//   add_words_at(sum, a, x)  add_words with the two words at x in every lane
-//   nibbles<kFrom>(x)      four bits of every word of 16 bits, from bit kFrom on
-//   low_bytes(x)           the lower byte of every word with its sign; high_bytes(x): the higher one
+//   add_words_at(sum, a, x)  add_words of a and the two words at x, which go to every lane
+//   nibbles<kFrom>(x)      four bits of every word of 16 bits, bit kFrom first
+//   low_bytes(x)           the lower byte of every word, sign-extended; high_bytes(x): the upper byte
 //   halves_at(p)           kLanes float16 as floats
 namespace fluxion::FLUXION_ISA {
 namespace {
@@ -24,7 +24,7 @@ static_assert(int64_t{kQuantisedBlock} * 128 * kQueryMost <= INT32_MAX);
 // How far ahead weights are fetched.
 inline constexpr int kQuantisedAhead = 4 << 10;
 
-// Bytes of a row of x: the integers, the scales of blocks, and their sums.
+// Bytes of a packed row of x: its integers, the scales of its blocks, and the sums of its blocks.
 inline constexpr int64_t quantised_row_bytes(int in) {
   return int64_t{in} * 2 + static_cast<int64_t>(in / kQuantisedBlock) * 8;
 }
@@ -35,11 +35,11 @@ inline uint32_t largest_bits(const float* x, int n) {
     const uint32_t bits = bits_of(x[i]) & 0x7fffffff;
     largest = bits > largest ? bits : largest;
   }
-  return largest >> 16 | (largest > 0x7f800000);  // as of bfloat16, rounded down; NaN stays one
+  return largest >> 16 | (largest > 0x7f800000);  // the bits of a bfloat16, rounded down; NaN stays NaN
 }
 
-// Integers of a block; *scale: what one of them stands for, NaN where something is not finite; *sum: of what
-// they stand for.
+// Rounds a block of x to integers `out`. *scale: what the integer 1 stands for, or NaN if an element is not
+// finite. *sum: the sum of the rounded elements.
 template <class T>
 void pack_words(const T* x, int16_t* out, float* scale, float* sum) {
   float most = 0.0f;
@@ -58,8 +58,8 @@ void pack_words(const T* x, int16_t* out, float* scale, float* sum) {
   *sum = *scale * static_cast<float>(total);
 }
 
-// Rows in groups of kLinearRows, padded as of pack_linear: integers [blocks][rows][kQuantisedBlock], then
-// scales [blocks][rows], then sums [blocks][rows].
+// Packs rows in groups of kLinearRows, padded as pack_linear pads them. A group of rows is integers
+// [blocks][rows][kQuantisedBlock], then scales [blocks][rows], then sums [blocks][rows].
 template <class T>
 void pack_quantised(const void* x, int64_t x_stride, int rows, int in, void* packed) {
   const int blocks = in / kQuantisedBlock;
@@ -83,7 +83,7 @@ void pack_quantised(const void* x, int64_t x_stride, int rows, int in, void* pac
   }
 }
 
-// The integers of a block of kLanes outputs, two inputs in every lane.
+// The integers of kLanes outputs in a block. Each lane of words[i] has two inputs of its output.
 template <int kBits>
 inline void words_of(const char* block, Vec (&words)[kPairs]) {
   constexpr int kEach = 16 / kBits;  // integers of a word
@@ -102,8 +102,8 @@ inline void words_of(const char* block, Vec (&words)[kPairs]) {
   }
 }
 
-// A panel from its first block on: where each block and the scales of its outputs lie. kHalf: groups have
-// half a block.
+// Walks through a panel, block by block, and says where the block and its scales lie. kHalf: a group has half
+// a block.
 template <int kBits, bool kHalf>
 class PanelStream {
  public:
@@ -127,7 +127,7 @@ class PanelStream {
     --left_;
   }
   const char* block() const { return block_; }
-  // Of the outputs from `output` on; half 1: of the second half of the block.
+  // The scales of kLanes outputs from `output` on. half is 1 for the second half of a block.
   Vec scales(int output, int half = 0) const {
     return halves_at(scales_ + (half * kQuantisedPanel + output) * 2);
   }
@@ -140,8 +140,8 @@ class PanelStream {
   int blocks_of_group_, per_head_, head_bytes_, left_ = 0;
 };
 
-// sums[m * kLinearOutputs + i]: row m of kX rows of x times output i of a panel. An output adds its blocks in
-// their order, whatever kX is.
+// Writes sums[m * kLinearOutputs + i], row m of kX rows of x times output i of a panel. An output adds its
+// blocks in their order, so its bits do not depend on kX.
 template <int kX, bool kOnce, int kBits, bool kMinima, bool kHalf>
 void multiply_panel(const char* packed, const char* panel, QuantisedFormat format, int in, float* sums) {
   const int blocks = in / kQuantisedBlock;
@@ -189,7 +189,7 @@ void multiply_panel(const char* packed, const char* panel, QuantisedFormat forma
     for (int v = 0; v < kPanelVecs; ++v) store(sums + m * kLinearOutputs + v * kLanes, total[v * kX + m]);
 }
 
-// body<kBits, kMinima, kHalf>() of a format.
+// Calls body<kBits, kMinima, kHalf>() for a format.
 template <class Body>
 inline void for_format(QuantisedFormat format, Body body) {
   if (format.bits == 4)
@@ -219,12 +219,12 @@ void linear_quantised(const LinearArgs& args, int64_t first, int count, void* ou
   });
 }
 
-// Writes the weights of a panel's first `count` outputs, [count][in], rounded once.
+// Writes the weights of a panel's first `count` outputs, [count][in]. Each is rounded once.
 template <class T>
 void widen_panel(const void* panel, QuantisedFormat format, int in, int count, void* out) {
   for_format(format, [&]<int kBits, bool kMinima, bool kHalf>() {
     PanelStream<kBits, kHalf> stream(static_cast<const char*>(panel), format);
-    constexpr int16_t kFirst[] = {1, 0}, kSecond[] = {0, 1};  // of two words
+    constexpr int16_t kFirst[] = {1, 0}, kSecond[] = {0, 1};  // pick one of two words
     const Vec take[] = {for_all_lanes(kFirst), for_all_lanes(kSecond)};
     const Vec zero = set1(kBits == 4 && !kMinima ? -8.0f : 0.0f);
     for (int b = 0; b < in / kQuantisedBlock; ++b) {

@@ -96,18 +96,26 @@ struct ExtendArgs {
   int root = 0;
 };
 
-inline constexpr int kQuantisedPanel = 16;  // outputs whose quantised weights are packed together
-inline constexpr int kQuantisedBlock = 32;  // inputs of such weights that are multiplied together
+inline constexpr int kQuantisedPanel = 16;  // outputs whose quantised weights lie together
+inline constexpr int kQuantisedBlock = 32;  // inputs of such weights that a kernel multiplies at once
 
-// Weights of 4 bits (0 to 15) or 8 (-128 to 127): weight = scale * integer + minimum, where `group` inputs of
-// an output share both, float16; without minima scale * integer, or scale * (integer - 8) with 4 bits. A
-// group has a multiple of kQuantisedBlock inputs; or half of one, with 8 bits and without minima.
+// Weights as integers of 4 bits (0 to 15) or 8 bits (-128 to 127). A group of `group` inputs of an output
+// shares a scale and, if the format has minima, a minimum, both float16. A weight is
 //
-// A panel of kQuantisedPanel outputs, zeros where there are fewer, is a stream of blocks. Before the first
-// block of one or two groups is their head, scales [groups][outputs], then minima: of one group where there
-// are minima, else of two, so that blocks keep the alignment of lines. Integers of 8 bits lie as
-// [8][output][2][2]: at [j][o][e][n] that of input 4 j + 2 n + e. Those of 4 bits lie as [4][output][2][4],
-// the first of [4] in the lowest bits of a word: at [j][o][e][n] that of input 8 j + 2 n + e.
+//   scale * integer + minimum   with minima
+//   scale * (integer - 8)       without minima, 4 bits
+//   scale * integer             without minima, 8 bits
+//
+// A group has a multiple of kQuantisedBlock inputs. With 8 bits and without minima it may have half a block.
+//
+// A panel has kQuantisedPanel outputs; outputs that the last panel lacks are zeros. It is a stream of heads
+// and blocks. A head has the scales [groups][outputs], then the minima [groups][outputs], of the blocks that
+// follow it: of one group with minima, of two without. So each head and each block is whole cache lines. A
+// block has kQuantisedBlock inputs of all outputs:
+//
+//   8 bits: [8][output][2][2]; [j][o][e][n] is the integer of input 4 j + 2 n + e
+//   4 bits: [4][output][2][4]; [j][o][e][n] is the integer of input 8 j + 2 n + e, n = 0 in the lowest bits
+//           of a word
 struct QuantisedFormat {
   int bits, group;
   bool minima;

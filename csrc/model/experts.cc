@@ -8,19 +8,19 @@
 namespace fluxion {
 namespace {
 
-// Rows that are computed together: they bound the scratch memory. More rows read the weights once again,
-// which is little beside their arithmetic.
+// Most rows that a block computes together. This bounds the scratch memory. The next block reads the weights
+// again, which takes little time beside its arithmetic.
 constexpr int kRows = 512;
-// Weights that a worker takes at a time.
+// Bytes of weights that a worker takes at a time, at most and at least; and pieces a worker.
 constexpr int64_t kPieceBytes = 384 << 10;
 constexpr int64_t kLeastBytes = 24 << 10;
 constexpr int kPiecesOfWorker = 8;
-// Sums that stay in a cache while the weights of all experts pass through it.
+// Bytes of sums, few enough to stay in a cache while the weights of all experts pass through it.
 constexpr int64_t kSumBytes = 128 << 10;
 
 constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// work(item, worker) for every item below count, each by the worker that comes first.
+// Calls work(item, worker) for every item below count. A worker that is free takes the next item.
 template <class Work>
 void hand_out(WorkerPool& workers, int64_t count, const Work& work) {
   struct Items {
@@ -43,13 +43,13 @@ float to_float(float x) { return x; }
 float to_float(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
 
 void round_to(float x, float* to) { *to = x; }
-// bfloat16, ties to even; NaN stays one.
+// To bfloat16, ties to even. NaN stays NaN.
 void round_to(float x, uint16_t* to) {
   const auto bits = std::bit_cast<uint32_t>(x);
   *to = static_cast<uint16_t>(x != x ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// `size` of `all` outputs at a time, and how many times that is.
+// `all` outputs, cut into pieces of `size`, whole panels.
 struct Pieces {
   int all, size;
 
@@ -62,7 +62,7 @@ struct Pieces {
   int outputs(int64_t piece) const { return std::min(size, all - first(piece)); }
 };
 
-// A layer's rows, few enough to be computed together. T: what holds the dtype.
+// At most kRows rows of a layer. T: float, or uint16_t for bfloat16.
 template <class T>
 class Block {
  public:
@@ -89,7 +89,7 @@ class Block {
 
  private:
   int64_t size() const { return static_cast<int64_t>(active_.size()); }
-  // All experts have one row, and it is the same.
+  // Whether all chosen experts have the same input: one row, which chose none of them twice.
   bool alone() const { return layer_.rows == 1 && layer_.chosen == size() && size() > 0; }
   int64_t row_of(int64_t at) const { return scratch_.pairs[at] / layer_.chosen; }
 
@@ -110,7 +110,7 @@ class Block {
     return {layer_.hidden, wanted, kSumBytes / 4 / layer_.rows};
   }
 
-  // Which rows every expert has: a counting sort, which keeps the order of rows and of their choices.
+  // Sorts the pairs of row and choice by expert: a counting sort, which keeps the order of rows and choices.
   void sort() {
     const int64_t count = layer_.rows * layer_.chosen;
     auto& [active, pairs, ends, memory] = scratch_;
@@ -127,7 +127,7 @@ class Block {
     for (int64_t i = 0; i < count; ++i) pairs[ends[layer_.ids[i]]++] = i;
   }
 
-  // Gives everything its place in the scratch memory.
+  // Lays out the scratch memory.
   void place() {
     int64_t bytes = 0, most = 0;
     for (ChosenExpert& e : active_) {
@@ -176,7 +176,7 @@ class Block {
     pack(layer_.gate_up, x, layer_.hidden, e.rows, layer_.hidden, e.x);
   }
 
-  // Of some outputs of an expert, what the other product takes; whoever computes the last ones packs it.
+  // Computes a piece of act(gate) * up of an expert. The worker that ends last packs the input of down.
   void gate_and_up(ChosenExpert& e, int64_t piece, int worker) const {
     const int first = gate_up_.first(piece), count = gate_up_.outputs(piece);
     T* gates = reinterpret_cast<T*>(room(worker));
@@ -191,7 +191,7 @@ class Block {
       pack(layer_.down, acts, layer_.inner, e.rows, layer_.inner, e.act);
   }
 
-  // Some outputs of all rows.
+  // Computes a piece of the outputs, of all rows.
   void down(int64_t piece, int worker) const {
     const int first = down_.first(piece), count = down_.outputs(piece);
     float* sums = reinterpret_cast<float*>(room(worker));
@@ -219,7 +219,7 @@ class Block {
   std::vector<ChosenExpert>& active_;
   const int64_t near_;
   const Pieces gate_up_, down_;
-  // What is packed, then what gates let through [pairs][inner], then a room for each worker.
+  // Packed inputs; then act(gate) * up, [pairs][inner]; then a room for each worker.
   char *memory_ = nullptr, *rooms_ = nullptr;
   T* acts_ = nullptr;
   int64_t sum_bytes_ = 0, room_bytes_ = 0;

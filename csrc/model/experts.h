@@ -1,4 +1,5 @@
-// Mixtures of experts: layers where every row chooses a few of many small networks, over all workers.
+// Mixtures of experts (MoE): layers in which a router has chosen a few of many small networks for each row.
+// All workers compute them.
 #pragma once
 
 #include <cstdint>
@@ -9,17 +10,17 @@
 
 namespace fluxion {
 
-// Weights of all experts, `apart` bytes from one expert to the next: rows of the layer's dtype, or panels
-// where the format has bits.
+// One weight matrix of all experts, `apart` bytes from one expert to the next. format.bits is 0: rows of the
+// layer's dtype; else panels (QuantisedFormat).
 struct ExpertWeights {
   const char* at;
   int64_t apart;
   QuantisedFormat format;
 };
 
-// out = sum over the experts of a row of weight * (act(x gate^T) * (x up^T)) down^T. What a linear layer, act
-// or a product makes is rounded to the dtype; the sum is float32, in the order of the experts' numbers, and
-// rounded once.
+// out = sum over the experts of a row of weight * (act(x gate^T) * (x up^T)) down^T. The results of linear
+// layers, of act and of its product with up are rounded to the dtype. The sum is float32, in the order of the
+// experts' numbers, and is rounded once.
 struct ExpertsLayer {
   Rows x, out;  // of `hidden` elements
   int64_t rows;
@@ -27,27 +28,27 @@ struct ExpertsLayer {
   const int32_t* ids;           // [rows][chosen], each one of the experts
   const float* weights;         // [rows][chosen]
   ExpertWeights gate_up, down;  // [2 inner][hidden], gates first; [hidden][inner]
-  bool gelu;                    // act: GELU in its tanh form, or else SiLU
+  bool gelu;                    // act is GELU in its tanh form, else SiLU
 };
 
 // Rows that chose one expert.
 struct ChosenExpert {
-  int64_t first;   // of its rows in ExpertsScratch::pairs
-  int64_t x, act;  // where they lie packed, before the one product and before the other
+  int64_t first;   // the place of its first row in ExpertsScratch::pairs
+  int64_t x, act;  // offsets in the scratch memory: its packed inputs of gate and up, and those of down
   int expert, rows;
-  int left;  // pieces of gate and up that are to be computed
+  int left;  // pieces of gate and up that no worker has computed yet
 };
 
-// Memory for what the layers need while they run. It grows to the largest layer that has come.
+// Memory of the layers while they run. It grows to what the largest layer needed so far.
 struct ExpertsScratch {
-  std::vector<ChosenExpert> active;  // those that a row chose, in the order of their numbers
-  std::vector<int64_t> pairs;        // a row times `chosen`, plus a choice of that row; by expert
-  std::vector<int64_t> ends;         // of an expert's pairs
+  std::vector<ChosenExpert> active;  // experts that any row chose, in the order of their numbers
+  std::vector<int64_t> pairs;        // row * chosen + index of the choice, sorted by expert
+  std::vector<int64_t> ends;         // by expert: where its pairs end
   LinearScratch memory;
 };
 
-// A row's output depends on its row and its choices alone, to the bit. On the calling thread alone where the
-// workers are busy or not worth waking.
+// A row's output depends on that row and its choices alone, to the bit. If the workers are busy or the layer
+// is small, the calling thread computes alone.
 void experts(WorkerPool& workers, const KernelTable& kernels, DType dtype, const ExpertsLayer& layer,
              ExpertsScratch* scratch);
 

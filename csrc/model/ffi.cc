@@ -112,7 +112,7 @@ auto linear_step(Layers layers, TensorView x, TensorView weights, ffi::Optional<
   return [=, at = layers.get()] { linear(*at->workers, at->kernels(dtype), dtype, layer, &at->scratch); };
 }
 
-// The format of quantised weights with so many inputs, once it is clear that there are kernels for it.
+// The format of quantised weights with `in` inputs. Raises if no kernel has it.
 QuantisedFormat expect_format(int64_t bits, int64_t group, bool minima, int64_t in) {
   const bool half = bits == 8 && group == kQuantisedBlock / 2 && !minima;
   if ((bits != 4 && bits != 8) || group < 1 || (group % kQuantisedBlock != 0 && !half))
@@ -124,7 +124,7 @@ QuantisedFormat expect_format(int64_t bits, int64_t group, bool minima, int64_t 
   return {static_cast<int>(bits), int_size(group, "group"), minima};
 }
 
-// The same of weights [panels, bytes of a panel] with so many outputs.
+// The same for weights [panels, bytes of a panel] with `outputs` outputs.
 QuantisedFormat expect_quantised(const TensorView& weights, int64_t bits, int64_t group, bool minima,
                                  int64_t outputs, int64_t in) {
   const QuantisedFormat format = expect_format(bits, group, minima, in);
@@ -308,7 +308,7 @@ auto experts_step(Layers layers, TensorView x, TensorView ids, TensorView weight
   layer.inner = int_size(gate_up.size(1) / 2, "gate_up");
   if (layer.inner < 1 || gate_up.size(1) % 2 != 0)
     Raise("ValueError") << "gate_up has " << gate_up.size(1)
-                        << " rows an expert; it has one or more of the gate and as many that it gates.";
+                        << " rows an expert; it has one or more of the gate and as many of up.";
   expect(down, "down", type_of(dtype), {layer.experts, layer.hidden, layer.inner}, 2);
   layer.gate_up = expert_weights(gate_up);
   layer.down = expert_weights(down);

@@ -15,8 +15,8 @@ namespace fluxion {
 // order: nullptr, or whether the weights are packed (kPackedOrder) when the layer is computed. Those that may
 // be are contiguous, of a dtype that has panels, and have a multiple of kLinearPad inputs.
 //
-// format: bits is 0, or the weights are contiguous panels of this format (kernels/table.h); stride and order
-// are not used then.
+// format: if bits is not 0, the weights are contiguous panels of this format (kernels/table.h), and stride
+// and order are not used.
 struct LinearLayer {
   const void* x;
   int64_t x_stride;

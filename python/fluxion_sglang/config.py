@@ -213,9 +213,9 @@ class FluxionConfig:
     model_kernels: str = _option(
         MODEL_KERNELS[0],
         "Where the CPU is the device, native threads compute the model's other layers, too: linear ones of few rows, "
-        "norms, activations and rotary embeddings. replayed: two decode steps of each batch size are recorded, and "
-        "later ones replay them without the Python between the layers (one rank, no adapters); on: without that; off: "
-        "PyTorch computes them.",
+        "experts, norms, activations and rotary embeddings. replayed: two decode steps of each batch size are "
+        "recorded, and later ones replay them without the Python between the layers (one rank, no adapters); on: "
+        "without that; off: PyTorch computes them.",
         '"off"',
         lambda word: word in MODEL_KERNELS,
         _one_of(MODEL_KERNELS),

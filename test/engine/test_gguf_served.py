@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import cases
 import gguf_files
@@ -29,11 +30,14 @@ def file(logs: Path) -> Path:
 def want(file: Path, logs: Path) -> list[list[int]]:
     """Greedy tokens of transformers; writes the file."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model.build(logs / "tiny-model-gguf"))
-    twin = gguf_files.write(model, file)
+    return greedy(gguf_files.write(model, file))
+
+
+def greedy(model: Any) -> list[list[int]]:
     answers = []
     for ids, count in QUESTIONS:
         with torch.no_grad():
-            out = twin.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None)
+            out = model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None)
         answers.append(out[0, len(ids) :].tolist())
     return answers
 
@@ -62,8 +66,29 @@ class TestAServer:
         assert server.generate(ids, count).tokens == want[0]
 
 
+def test_experts_are_those_of_the_file_and_steps_are_replayed(logs: Path) -> None:
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2,
+        norm_topk_prob=True, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        vocab_size=32000, max_position_embeddings=32768, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for weight in filter(lambda weight: weight.dim() > 1, model.parameters()):
+            weight.normal_(0, 0.12)
+    want = greedy(gguf_files.write(model, logs / "experts.gguf"))
+    log, env = logs / "gguf-experts.log", {"XDG_CACHE_HOME": str(logs / "cache")}
+    with Server(*FLAGS, model=str(logs / "experts.gguf"), fluxion='{"policy": "full"}', env=env, log=log) as server:
+        assert [server.generate(ids, count).tokens for ids, count in QUESTIONS] == want
+        server.flush()
+        assert [done.tokens for done in server.generate_many(QUESTIONS)] == want
+        server.assert_clean()
+    assert "run without" not in log.read_text()
+
+
 def test_a_refusal_is_one_sentence(file: Path, want: list[list[int]]) -> None:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(file), "--device", "cpu"]
     done = subprocess.run([*command, "--enable-fluxion", "--tp-size", "2"], capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0 and "its blocks are not divided among ranks" in done.stderr
+    assert done.returncode != 0 and "its blocks cannot be divided among ranks" in done.stderr
     assert "Traceback" not in done.stderr

@@ -113,4 +113,6 @@ def test_a_refusal_is_one_sentence(logs: Path) -> None:
     env = {**os.environ, "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
     assert done.returncode != 0 and "Traceback" not in done.stderr
-    assert "128 inputs has 32 on each of 4 ranks, no whole groups of 64; use a smaller --tp-size than 4." in done.stderr
+    assert (
+        "128 inputs has 32 on each of 4 ranks, not whole groups of 64; use a smaller --tp-size than 4." in done.stderr
+    )

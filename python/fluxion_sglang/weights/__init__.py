@@ -1,1 +1,1 @@
-"""Quantised weights: what they are and how the native kernels want them. Nothing here knows of SGLang."""
+"""Quantised weights: the formats of checkpoints, and the format of the native kernels. Nothing here imports SGLang."""

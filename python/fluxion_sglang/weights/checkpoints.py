@@ -1,9 +1,9 @@
-"""Weights as quantised checkpoints pack them, as `Quantised`.
+"""Unpacks weights of quantised checkpoints into `Quantised`.
 
-GPTQ, AWQ and compressed-tensors mean the same by different layouts: weight = scale * (integer - zero), where a group of
-inputs of an output shares scale and zero, and integer and zero are unsigned. 8-bit integers become signed here, and
-minimum = -scale * zero is left out where all zeros are in the middle of the range. In each layout an int32 holds
-neighbours, the first in its lowest bits.
+GPTQ, AWQ and compressed-tensors have the same formula in different layouts: weight = scale * (integer - zero). A group
+of inputs of an output shares scale and zero; integer and zero are unsigned. Here 8-bit integers become signed, and
+the minimum is -scale * zero. A weight whose zeros are all in the middle of the range has no minima. In each layout an
+int32 holds neighbours, the first in its lowest bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from fluxion_sglang.weights.quantised import Format, Quantised
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where in an int32 of AWQ the integers of eight neighbouring outputs lie."""
+"""The places of eight neighbouring outputs in an int32 of AWQ."""
 
 
 def gptq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, bits: int, v2: bool) -> Quantised:
@@ -23,7 +23,7 @@ def gptq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, bits
         qweight: [inputs * bits / 32, outputs] int32, packed along inputs.
         qzeros: [groups, outputs * bits / 32] int32, packed along outputs.
         scales: [groups, outputs].
-        v2: qzeros are the zeros themselves; those of the first version of the format are less by 1, modulo 2^bits.
+        v2: whether qzeros are the zeros; in the first version of the format they are zero - 1, modulo 2^bits.
     """
     zeros = _unpacked(qzeros, bits)
     if not v2:
@@ -74,7 +74,7 @@ def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _quantised(integers: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, bits: int) -> Quantised:
-    """Of [outputs, inputs] uint8 and [outputs, groups] uint8 and float."""
+    """The weight from integers [outputs, inputs] uint8, zeros [outputs, groups] uint8 and scales [outputs, groups]."""
     scales, inputs = scales.float().contiguous(), integers.shape[1]
     integers = integers.contiguous() if bits == 4 else (integers ^ 128).view(torch.int8).contiguous()
     offsets = zeros.float() - (0 if bits == 4 else 128)

@@ -1,8 +1,8 @@
 """Weights as llama.cpp stores them: the header of a GGUF file, and its blocks as integers with scales.
 
-Decoding is exact. The kernels have scales as float16 (`quantised.pack`): those of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are
-float16 in the file, and those of the K types, products of a float16 and an integer of 6 or 8 bits, are rounded by at
-most 2^-11 of themselves, or 2^-25 where that is more. `pack` refuses those that float16 does not have.
+Decoding is exact. The kernels take scales as float16 (`quantised.pack`). Scales of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are
+float16 in the file. Scales of the K types are products of a float16 and an integer of 6 or 8 bits; `pack` rounds
+them by at most 2^-11 of themselves, or by 2^-25 if that is more, and refuses those above the largest float16.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Kind:
     """A type of quantised blocks.
 
     Attributes:
-        inputs: of a block. bytes: of a block. format: what it becomes.
+        inputs, bytes: of a block. format: of the decoded weight.
         decode: blocks [..., bytes] uint8 to integers [..., inputs], scales [..., groups] float32, and minima or None.
     """
 
@@ -41,7 +41,7 @@ class Kind:
 
 
 def decode(blocks: torch.Tensor, kind: int) -> Quantised:
-    """Rows of blocks as a weight.
+    """Decodes rows of blocks to a weight.
 
     Args:
         blocks: [outputs, bytes] uint8, some rows of a tensor or all of them.
@@ -55,7 +55,7 @@ def decode(blocks: torch.Tensor, kind: int) -> Quantised:
 
 
 def _halves(blocks: torch.Tensor, first: int, count: int = 1) -> torch.Tensor:
-    """float16 numbers that lie in blocks, [..., count] float32."""
+    """`count` float16 numbers of each block from byte `first` on, [..., count] float32."""
     return blocks[..., first : first + 2 * count].contiguous().view(torch.float16).float()
 
 
@@ -65,7 +65,7 @@ def _nibbles(lines: torch.Tensor) -> torch.Tensor:
 
 
 def _fifths(blocks: torch.Tensor, first: int) -> torch.Tensor:
-    """Integers of 5 bits: 4 bytes with the high bits, 16 with the others."""
+    """Integers of 5 bits: 4 bytes have their high bits, 16 bytes their low four."""
     bits = blocks[..., first : first + 4].unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
     return _nibbles(blocks[..., first + 4 :]) | bits.flatten(-2) << 4
 
@@ -91,7 +91,7 @@ def _q8_0(blocks: torch.Tensor) -> _Decoded:
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minima of the 8 groups of a block of Q4_K or Q5_K: 6 bits each, in 12 bytes behind their units."""
+    """Scales and minima of the 8 groups of a block of Q4_K or Q5_K: two float16 times integers of 6 bits."""
     first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], -1)
     minima = torch.cat([second & 63, third >> 4 | second >> 6 << 4], -1)
@@ -135,12 +135,12 @@ SERVED = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K"
 
 
 class GGUFError(ValueError):
-    """A file is no GGUF file that can be read. The message is one sentence."""
+    """A file cannot be read as a GGUF file. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Array:
-    """A value of a header that is an array; of these the length alone is kept."""
+    """An array in a header. Only its length is kept."""
 
     length: int
 
@@ -159,7 +159,7 @@ class Tensor:
 
     @property
     def outputs(self) -> int:
-        """Rows, where it has blocks."""
+        """Rows of a tensor of blocks."""
         return prod(self.shape[:-1])
 
     @property
@@ -173,7 +173,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself.
+    """The header of a file.
 
     Attributes:
         values: by their keys. tensors: by their names.
@@ -188,12 +188,11 @@ class Header:
         return str(self.values.get("general.architecture", "none"))
 
     def value(self, key: str, otherwise: Any = None) -> Any:
-        """What it says of its architecture."""
+        """The value of a key of the file's architecture, such as `llama.block_count` for `block_count`."""
         return self.values.get(f"{self.architecture}.{key}", otherwise)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor: in its dtype and shape, or the blocks [outputs, bytes] uint8. It is mapped from the file; writing
-        to it changes a copy.
+        """A tensor in its dtype and shape, or its blocks [outputs, bytes] uint8. It maps the file, copy-on-write.
 
         Raises:
             GGUFError: the file ends before the tensor does.
@@ -220,7 +219,7 @@ def read_header(path: Path) -> Header:
     """The header of a file.
 
     Raises:
-        GGUFError: it has none of version 2 or 3, or ends within it.
+        GGUFError: the file has no header of version 2 or 3, or ends within it.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
@@ -236,7 +235,7 @@ class _Reader:
 
     def header(self, path: Path) -> Header:
         if self._file.read(4) != b"GGUF" or (version := self._number("I")) not in (2, 3):
-            raise GGUFError(f"{path} is no GGUF file of version 2 or 3 for little-endian machines; convert it again.")
+            raise GGUFError(f"{path} is not a little-endian GGUF file of version 2 or 3; convert the model again.")
         tensors, values = self._number("Q"), self._number("Q")
         said = {self._text(): self._value(self._number("I")) for _ in range(values)}
         found = {self._text(): self._tensor() for _ in range(tensors)}

@@ -1,4 +1,4 @@
-"""A weight of 8 or 4 bits whose inputs share scales in groups."""
+"""The format of the native kernels: a weight of 4 or 8 bits, in which groups of inputs share a scale."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 PANEL = 16
-"""Outputs whose weights are packed together (`csrc/kernels/table.h`, kQuantisedPanel)."""
+"""Outputs whose weights lie together (`csrc/kernels/table.h`, kQuantisedPanel)."""
 BLOCK = 32
-"""Inputs that the kernels multiply together (`csrc/kernels/table.h`, kQuantisedBlock)."""
+"""Inputs that the kernels multiply at once (`csrc/kernels/table.h`, kQuantisedBlock)."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Format:
 
     Attributes:
         bits: 4 (integers 0 to 15) or 8 (integers -128 to 127).
-        group: inputs of an output that share a scale: a multiple of 32, or 16 with 8 bits and without minima.
-        minima: whether a group has a minimum beside its scale: weight = scale * integer + minimum. Without minima
-            weight = scale * integer, and with 4 bits scale * (integer - 8).
+        group: how many inputs of an output share a scale: a multiple of 32, or 16 with 8 bits and without minima.
+        minima: whether a group has a minimum as well: weight = scale * integer + minimum. Without minima weight =
+            scale * integer with 8 bits, and scale * (integer - 8) with 4.
     """
 
     bits: int
@@ -30,24 +30,26 @@ class Format:
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
-            raise ValueError(f"weights of {self.bits} bits have no kernels; they have 4 or 8.")
+            raise ValueError(f"weights of {self.bits} bits have no kernels; the kernels take 4 or 8 bits.")
         half = (self.bits, self.group, self.minima) == (8, BLOCK // 2, False)
         if self.group < 1 or (self.group % BLOCK and not half):
             found = f"a group has {self.group} inputs"
-            raise ValueError(f"{found}; it has a multiple of {BLOCK}, or {BLOCK // 2} with 8 bits and without minima.")
+            raise ValueError(
+                f"{found}; the kernels take a multiple of {BLOCK}, or {BLOCK // 2} with 8 bits and no minima."
+            )
 
     @property
     def zero(self) -> int:
-        """The integer that stands for 0, or for the minimum."""
+        """The integer that stands for 0, or, with minima, for the minimum."""
         return 8 if self.bits == 4 and not self.minima else 0
 
     def groups(self, inputs: int) -> int:
-        """Groups of an output with so many inputs; the last one may be shorter."""
+        """Groups of an output that has `inputs` inputs; the last group may be shorter."""
         return -(-inputs // self.group)
 
     @property
     def per_head(self) -> int:
-        """Groups whose scales lie together (`pack`)."""
+        """Groups whose scales lie in one head of a packed panel (`pack`)."""
         return 1 if self.minima else 2
 
 
@@ -57,8 +59,8 @@ class Quantised:
 
     Attributes:
         integers: [outputs, inputs], uint8 with 4 bits (0 to 15, one a byte), int8 with 8.
-        scales: [outputs, groups] float32; minima: the same, or None as the format says. The kernels have both as
-            float16.
+        scales: [outputs, groups] float32; minima: the same, or None as the format says. `pack` rounds
+            both to float16.
         format: how it is stored.
     """
 
@@ -98,10 +100,10 @@ def pack(weight: Quantised) -> torch.Tensor:
     """The weight in the order in which the kernels read it (`QuantisedFormat` of csrc/kernels/table.h).
 
     Returns:
-        [panels, bytes of a panel] uint8; a panel has `PANEL` outputs, and those that the last one lacks are 0.
+        [panels, bytes of a panel] uint8. A panel has `PANEL` outputs; outputs that the last panel lacks are 0.
 
     Raises:
-        ValueError: a scale or minimum has no float16.
+        ValueError: a scale or minimum is not finite as float16.
     """
     form = weight.format
     outputs, inputs = weight.integers.shape
@@ -115,7 +117,7 @@ def pack(weight: Quantised) -> torch.Tensor:
     kinds = [weight.scales] if weight.minima is None else [weight.scales, weight.minima]
     small = torch.stack([padded(part, heads * each) for part in kinds], 1).to(torch.float16)
     if not bool(small.isfinite().all()):
-        raise ValueError("a scale of the weights is not finite or above 65504, and the kernels have scales as float16.")
+        raise ValueError("a scale of the weights is not finite or above 65504, and the kernels take scales as float16.")
     small = small.view(panels, len(kinds), PANEL, heads, each).permute(
         0, 3, 1, 4, 2
     )  # [panels, heads, kinds, each, 16]
@@ -155,7 +157,7 @@ def unpack(packed: torch.Tensor, form: Format, outputs: int, inputs: int) -> Qua
 
 
 def slices(outputs: int, inputs: int, most: int = 16 << 20) -> Iterator[slice]:
-    """Rows of a weight, whole panels and about `most` elements at a time: what is computed of them may be large."""
+    """Cuts the rows of a weight into slices of whole panels, about `most` elements each, to bound temporary memory."""
     count = max(most // inputs // PANEL, 1) * PANEL
     for first in range(0, outputs, count):
         yield slice(first, min(first + count, outputs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,9 @@ MODELS = {
     "llama": lambda: transformers.LlamaConfig(**COMMON, tie_word_embeddings=False),
     "qwen2": lambda: transformers.Qwen2Config(**COMMON, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**COMMON, tie_word_embeddings=False),
+    "qwen3moe": lambda: transformers.Qwen3MoeConfig(
+        **COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+    ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **COMMON, sliding_window=32, query_pre_attn_scalar=32, rope_parameters=POSITIONS
     ),
@@ -66,10 +70,23 @@ def write(folder: Path, family: str = "llama", name: str = "model.gguf", **given
     return folder / name
 
 
+def by_sglangs_names(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All experts' weights under the first one's name, their gates apart from what these multiply."""
+    for name, weight in state.items():
+        stem, kind = name.rsplit(".", 1)
+        if kind == "gate_up_proj":
+            for part, half in zip(("gate", "up"), weight.chunk(2, 1), strict=True):
+                yield f"{stem}.0.{part}_proj.weight", half.flatten(0, 1)
+        elif kind == "down_proj":
+            yield f"{stem}.0.down_proj.weight", weight.flatten(0, 1)
+        else:
+            yield name, weight
+
+
 @pytest.mark.parametrize("family", MODELS)
 class TestAModel:
     def test_has_the_weights_that_were_written(self, family: str, tmp_path: Path) -> None:
-        twin = gguf_files.write(random(family), tmp_path / "model.gguf").state_dict()
+        twin = dict(by_sglangs_names(gguf_files.write(random(family), tmp_path / "model.gguf").state_dict()))
         header = gguf_model.check(tmp_path / "model.gguf", ARGS)
         names = gguf_model.names_of(header)
         assert {*names.values()} | {"lm_head.weight"} == twin.keys()
@@ -119,8 +136,8 @@ class TestRefusals:
         [
             ({"name": "model-00001-of-00002.gguf"}, "a part of a split file, with llama-gguf-split --merge"),
             ({"split.count": 3}, "a part of a split file"),
-            ({"llama.expert_count": 8}, r"its model \(llama\) has experts"),
-            ({"types": lambda _: Type.MXFP4}, r"weights of the type MXFP4, and F32, F16, .* are served"),
+            ({"llama.expert_count": 8}, r"its model \(llama\) has experts, .* of qwen3moe alone"),
+            ({"types": lambda _: Type.MXFP4}, r"weights of the type MXFP4, and only F32, F16, .* are served"),
             ({"llama.rope.scaling.type": "yarn"}, "scales positions in a way .* put the model's config.json beside it"),
         ],
     )
@@ -133,7 +150,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "says"),
         [
-            ({"tp_size": 2}, "its blocks are not divided among ranks; leave --tp-size out"),
+            ({"tp_size": 2}, "its blocks cannot be divided among ranks; leave --tp-size out"),
             ({"quantization": "fluxion-int8"}, "quantised already and --quantization is fluxion-int8; leave that"),
         ],
     )
@@ -142,15 +159,21 @@ class TestRefusals:
             gguf_model.check(write(tmp_path), SimpleNamespace(**{**vars(ARGS), **options}))
         one_sentence(str(told.value))
 
-    def test_of_another_architecture(self, tmp_path: Path) -> None:
-        writer = gguf.GGUFWriter(tmp_path / "phi.gguf", "phi3")
+    @pytest.mark.parametrize(
+        ("architecture", "says"),
+        [
+            ("phi3", r"architecture is phi3, and GGUF files are served of llama .*, qwen3moe and gemma3"),
+            ("qwen2moe", r"model \(qwen2moe\) has experts, which are served from GGUF files of qwen3moe alone"),
+        ],
+    )
+    def test_of_another_architecture(self, architecture: str, says: str, tmp_path: Path) -> None:
+        writer = gguf.GGUFWriter(tmp_path / "other.gguf", architecture)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.close()
-        with pytest.raises(
-            ConfigError, match=r"architecture is phi3, and GGUF files are served of llama .* and gemma3"
-        ):
-            gguf_model.check(tmp_path / "phi.gguf", ARGS)
+        with pytest.raises(ConfigError, match=says) as told:
+            gguf_model.check(tmp_path / "other.gguf", ARGS)
+        one_sentence(str(told.value))
 
     def test_of_tensors_too_few_or_too_many(self, tmp_path: Path) -> None:
         header = ggml.read_header(write(tmp_path))
@@ -212,6 +235,16 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=r"model.gguf ends before its tensor \S+ does; download it again\."):
             gguf_model.check(path, ARGS)
 
+    @pytest.mark.parametrize("up", [Type.Q4_1, Type.Q5_0, Type.F16])
+    def test_of_experts_whose_gate_and_up_have_two_formats(self, up: Type, tmp_path: Path) -> None:
+        path = write(tmp_path, "qwen3moe", types=lambda name: up if "up_exps" in name else gguf_files.mixed(name))
+        if up is not Type.Q4_1:  # Q5_0 has the format of Q8_0; F16 has none
+            gguf_model.check(path, ARGS)
+            return
+        with pytest.raises(ConfigError, match=r"one type .*, and those of blk.0 have Q4_1 and Q8_0; give") as told:
+            gguf_model.check(path, ARGS)
+        one_sentence(str(told.value))
+
 
 class TestTheFolder:
     @pytest.fixture(autouse=True)
@@ -251,7 +284,7 @@ class TestTheFolder:
         tokenize, positions = local_tokenizer(str(file))
         assert len(tokenize("ab ba")) == 4 and positions == facts.positions
         (tmp_path / "other.gguf").write_bytes(b"no file")
-        with pytest.raises(TrialError, match=r"other.gguf is no GGUF file|GGUF"):
+        with pytest.raises(TrialError, match=r"other.gguf is not a .*GGUF"):
             trial_facts.read(str(tmp_path / "other.gguf"))
 
     def test_has_what_lies_beside_the_file(self, tmp_path: Path) -> None:

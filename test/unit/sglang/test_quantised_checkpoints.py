@@ -138,7 +138,7 @@ def test_inputs_are_cut_between_groups(kind: str, ranks: Callable[[int, int], No
 
 def test_what_ranks_would_cut_is_refused(ranks: Callable[[int, int], None]) -> None:
     ranks(0, 4)
-    with pytest.raises(ConfigError, match="64 on each of 4 ranks, no whole groups of 128; use a smaller") as one:
+    with pytest.raises(ConfigError, match="64 on each of 4 ranks, not whole groups of 128; use a smaller") as one:
         RowParallelLinear(IN, OUT, params_dtype=torch.float32, quant_config=config_of(packings.gptq_config(4, 128)))
     given: Any = {"params_dtype": torch.float32, "quant_config": config_of(packings.awq_config(128))}
     with pytest.raises(ConfigError, match="4 and 8 outputs on each of 4 ranks, and 8 of them share") as other:

@@ -1,8 +1,8 @@
-"""A model in one GGUF file: which of them are served, and the files about it that SGLang reads.
+"""A model in one GGUF file: which files are served, and the configuration and tokenizer that SGLang reads.
 
-SGLang would have transformers make the configuration and the tokenizer from the file in each process anew, which takes
-minutes for a large vocabulary, and loses what llama.cpp knows by the name of the architecture. So both are made once,
-into a folder of the cache, with a link to the file. What lies beside the file under SGLang's names comes first.
+SGLang lets transformers make both from the file in each process. That takes minutes for a large vocabulary, and loses
+what llama.cpp derives from the architecture's name. Here both are made once, in a folder of the cache with a link to
+the GGUF file. A file of the same name beside the GGUF file takes precedence.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from fluxion_sglang.weights.ggml import Header
 
 logger = logging.getLogger(__name__)
 
+EMBEDDING, HEAD, ROUTER = "token_embd.weight", "output.weight", "ffn_gate_inp.weight"
 _LAYER = {
     "attn_norm.weight": "input_layernorm.weight",
     "attn_q.weight": "self_attn.q_proj.weight",
@@ -44,15 +45,23 @@ _AFTER = {
     "ffn_norm.weight": "pre_feedforward_layernorm.weight",
     "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
 }
+_ROUTED = {name: ours for name, ours in _LAYER.items() if not ours.startswith("mlp.")} | {
+    # The experts are one tensor in the file: SGLang's name of the first one's weight stands for all of them.
+    ROUTER: "mlp.gate.weight",
+    "ffn_gate_exps.weight": "mlp.experts.0.gate_proj.weight",
+    "ffn_up_exps.weight": "mlp.experts.0.up_proj.weight",
+    "ffn_down_exps.weight": "mlp.experts.0.down_proj.weight",
+}
 _ARCHITECTURES = {
-    # By the file's word: the class, transformers' word for it, and the tensors of a layer.
+    # By general.architecture: the class, transformers' model_type, and the tensors of a layer.
     "llama": ("LlamaForCausalLM", "llama", _LAYER),
     "qwen2": ("Qwen2ForCausalLM", "qwen2", _LAYER | _BIASES),
     "qwen3": ("Qwen3ForCausalLM", "qwen3", _LAYER | _HEAD_NORMS),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe", _ROUTED | _HEAD_NORMS),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _LAYER | _HEAD_NORMS | _AFTER),
 }
-SERVED = "llama (Mistral's models as well), qwen2, qwen3 and gemma3"
-EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+SERVED = "llama (Mistral's models as well), qwen2, qwen3, qwen3moe and gemma3"
+_MIXTURE = "qwen3moe"
 _NORM, _ROPE = "output_norm.weight", "rope_freqs.weight"
 _INSTEAD = "give another GGUF file of it, or the model in bfloat16"
 
@@ -74,9 +83,15 @@ def is_tied(header: Header) -> bool:
 
 
 def load(header: Header, name: str) -> torch.Tensor:
-    """A tensor, or its blocks, as SGLang's model has it: llama.cpp's converter has put the rows of queries and keys of
-    a llama into another order, and has added 1 to the weights of Gemma's norms."""
+    """A tensor, or its blocks, as SGLang's model has it. This undoes what llama.cpp's converter does: it reorders the
+    rows of queries and keys of a llama, and adds 1 to the weights of Gemma's norms.
+
+    Returns:
+        [outputs, inputs], or [outputs, bytes] of blocks; one expert's outputs follow another's.
+    """
     stored = header.read(name)
+    if stored.dim() == 3:
+        stored = stored.flatten(0, 1)
     kind = name.rsplit(".", 2)[-2]
     if header.architecture == "llama" and kind in ("attn_q", "attn_k"):
         heads = header.value("attention.head_count" if kind == "attn_q" else "attention.head_count_kv")
@@ -93,7 +108,7 @@ def check(path: Path, args: Any = None) -> Header:
     """Refuse files that are not served; return the header of one that is. Raises ConfigError.
 
     Args:
-        args: SGLang's resolving view; None: whatever its options are.
+        args: SGLang's resolving view; None: do not check options.
     """
     try:
         header = ggml.read_header(path)
@@ -115,27 +130,27 @@ def _unserved(header: Header, args: Any) -> tuple[str, str] | None:
     architecture = header.architecture
     if re.search(r"-\d{5}-of-\d{5}\.gguf$", header.path.name) or header.values.get("split.count", 0) not in (0, 1):
         return "it is a part of a split file", "join the parts with llama.cpp's llama-gguf-split --merge"
-    if header.value("expert_count", 0) or "moe" in architecture:
-        return f"its model ({architecture}) has experts, which are not served from GGUF files", (
+    if architecture != _MIXTURE and (header.value("expert_count", 0) or "moe" in architecture):
+        return f"its model ({architecture}) has experts, which are served from GGUF files of {_MIXTURE} alone", (
             "give the model in bfloat16"
         )
     if architecture not in _ARCHITECTURES:
         return (
-            f"its architecture is {architecture}, and GGUF files are served of {SERVED}",
+            f"its architecture is {architecture}, and only {SERVED} are served from GGUF files",
             "give the model in bfloat16",
         )
     if args is not None and args.tp_size > 1:
-        return "its blocks are not divided among ranks", (
+        return "its blocks cannot be divided among ranks", (
             "leave --tp-size out (one process uses all cores), or give the model in bfloat16"
         )
     if args is not None and args.quantization not in (None, "gguf"):
         return f"its weights are quantised already and --quantization is {args.quantization}", "leave that option out"
     if others := {tensor.kind for tensor in header.tensors.values()} - {*ggml.KINDS, *ggml.DENSE}:
-        return f"it has weights of the type {_type_names(others)}, and {ggml.SERVED} are served", _INSTEAD
+        return f"it has weights of the type {_type_names(others)}, and only {ggml.SERVED} are served", _INSTEAD
     for name, tensor in header.tensors.items():
         if (kind := ggml.KINDS.get(tensor.kind)) and (len(tensor.shape) < 2 or tensor.shape[-1] % kind.inputs):
             return f"{name} has {tensor.shape[-1]} inputs, which is no multiple of {kind.inputs}", _INSTEAD
-    return _other_tensors(header) or _other_values(header) or _other_shapes(header)
+    return _other_tensors(header) or _other_values(header) or _other_shapes(header) or _other_experts(header)
 
 
 def _type_names(kinds: set[int]) -> str:
@@ -161,7 +176,7 @@ def _other_tensors(header: Header) -> tuple[str, str] | None:
 def _other_values(header: Header) -> tuple[str, str] | None:
     gemma = header.architecture == "gemma3"
     scaled = header.value("rope.scaling.type") == "linear"
-    needed = [*_NUMBERS.values(), *["attention.sliding_window"] * gemma, *["rope.scaling.factor"] * scaled]
+    needed = [*_numbers(header).values(), *["attention.sliding_window"] * gemma, *["rope.scaling.factor"] * scaled]
     for key in (*needed, *_OPTIONAL):
         if not (_is_size(found := header.value(key)) or (found is None and key not in needed)) and not (
             key in _REAL and isinstance(found, float) and 0 < found < math.inf
@@ -171,7 +186,7 @@ def _other_values(header: Header) -> tuple[str, str] | None:
         if type(header.values.get(f"tokenizer.ggml.{key}_token_id", 0)) is not int:
             return f"its tokenizer.ggml.{key}_token_id is no token", _INSTEAD
     if _rope(header) is None and not (header.path.parent / "config.json").is_file():
-        return "it scales positions in a way that is not known here", "put the model's config.json beside it"
+        return "it scales positions in a way that this version does not know", "put the model's config.json beside it"
     return None
 
 
@@ -215,6 +230,16 @@ def _size(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
+def _other_experts(header: Header) -> tuple[str, str] | None:
+    for name in filter(lambda name: name.endswith(".ffn_gate_exps.weight"), header.tensors):
+        kinds = [header.tensors[each].kind for each in (name, name.replace("_gate_", "_up_"))]
+        first, second = (ggml.KINDS.get(kind) for kind in kinds)
+        if first and second and first.format != second.format:
+            layer = name.removesuffix(".ffn_gate_exps.weight")
+            return f"experts have one type for gate and up, and those of {layer} have {_type_names({*kinds})}", _INSTEAD
+    return None
+
+
 # --- The configuration ---
 
 
@@ -227,13 +252,22 @@ _NUMBERS = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
+_EXPERTS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
 _TOKENS = {"bos_token_id": "bos", "pad_token_id": "padding"}
+
+
+def _numbers(header: Header) -> dict[str, str]:
+    return _NUMBERS | _EXPERTS if header.architecture == _MIXTURE else _NUMBERS
 
 
 def config_of(header: Header) -> dict[str, Any]:
     """The model's configuration, as transformers has it."""
     class_name, model_type, _ = _ARCHITECTURES[header.architecture]
-    config = {name: header.value(key) for name, key in _NUMBERS.items()}
+    config = {name: header.value(key) for name, key in _numbers(header).items()}
     heads, size = config["hidden_size"] // config["num_attention_heads"], _head_size(header)
     config |= {
         "architectures": [class_name],
@@ -248,6 +282,8 @@ def config_of(header: Header) -> dict[str, Any]:
     ends = [header.values.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
     config |= {name: token for name, token in tokens.items() if token is not None}
     config["eos_token_id"] = sorted({token for token in ends if token is not None}) or None
+    if header.architecture == _MIXTURE:  # as llama.cpp: weights of the chosen experts add up to 1
+        config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     if header.architecture == "gemma3":
         layers, window = config["num_hidden_layers"], header.value("attention.sliding_window_pattern", 6)
         kinds = ["full_attention" if (index + 1) % window == 0 else "sliding_attention" for index in range(layers)]
@@ -265,7 +301,7 @@ def _head_size(header: Header) -> int:
 
 
 def _rope(header: Header) -> dict[str, Any] | None:
-    """Its positions; None where the file has them in a way that is not known."""
+    """Its rope_parameters; None if the file scales positions in a way that is not known."""
     theta = header.value("rope.freq_base", 10000.0)
     scaling: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     kind = header.value("rope.scaling.type", "none")
@@ -285,7 +321,7 @@ def _rope(header: Header) -> dict[str, Any] | None:
 
 
 def _llama3(header: Header, theta: float) -> dict[str, Any] | None:
-    """Llama 3's scaling, of which the file has what each frequency is divided by."""
+    """Llama 3's scaling, from the divisors of frequencies in the file; None if they are of another scaling."""
     stored = header.tensors[_ROPE]
     if stored.kind not in ggml.DENSE or stored.shape != (_head_size(header) // 2,) or stored.shape == (0,):
         return None
@@ -306,10 +342,10 @@ def prepared(header: Header, tokenizer: bool) -> Path:
     """A link to the file, in a folder with the files beside it that SGLang reads.
 
     Args:
-        tokenizer: whether these have a tokenizer as well.
+        tokenizer: whether to make a tokenizer as well.
 
     Raises:
-        ConfigError: it cannot be written, or there can be no tokenizer.
+        ConfigError: the folder cannot be written, or transformers cannot make the tokenizer.
     """
     real = header.path.resolve()
     about = real.stat()
@@ -331,7 +367,7 @@ def prepared(header: Header, tokenizer: bool) -> Path:
         if not (folder / "config.json").exists():
             _write(folder, lambda new: (new / "config.json").write_text(json.dumps(config_of(header), indent=2) + "\n"))
         if tokenizer and not (folder / "tokenizer_config.json").exists():
-            logger.info("Fluxion: makes the tokenizer of %s, once; a large vocabulary takes minutes", real.name)
+            logger.info("Fluxion makes the tokenizer of %s, once; a large vocabulary takes minutes", real.name)
             _write(folder, lambda new: _save_tokenizer(header, new))
     except OSError as error:
         raise ConfigError(
@@ -346,7 +382,7 @@ _BESIDE = (
     *("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
-"""What SGLang reads of the folder of a GGUF file."""
+"""Files that SGLang reads from the folder of a GGUF file."""
 
 
 def _link(target: Path, link: Path) -> None:
@@ -358,7 +394,8 @@ def _link(target: Path, link: Path) -> None:
 
 
 def _write(folder: Path, write: Callable[[Path], object]) -> None:
-    """Have files written, which appear in the folder when they are whole; the one that says so is the last."""
+    """Write files that appear in the folder when they are whole. tokenizer_config.json appears last: `prepared` looks
+    for it."""
     with TemporaryDirectory(dir=folder) as new:
         write(Path(new))
         for file in sorted(Path(new).iterdir(), key=lambda file: file.name == "tokenizer_config.json"):
@@ -383,7 +420,7 @@ def _save_tokenizer(header: Header, folder: Path) -> None:
 
 
 def _put_bos(tokenizer: Any, wanted: bool) -> None:
-    """Have each text begin with the bos token if the file says so."""
+    """Make the tokenizer begin each text with the bos token, if the file wants it."""
     from tokenizers.processors import TemplateProcessing
 
     bos, number = tokenizer.bos_token, tokenizer.bos_token_id

@@ -8,11 +8,11 @@ operations, and ours take one pass.
 
 Weights that have many inputs are packed (`packed.py`).
 
-Quantised weights (`weights/methods.py`) are multiplied by kernels of their own, and many rows with slices of them in
-the model's dtype.
+Quantised weights (`weights/methods.py`) have kernels of their own for few rows. For many rows PyTorch multiplies with
+slices of the weights in the model's dtype.
 
-Of a mixture of experts the router and the choice of experts are layers and operations like all others. What the chosen
-experts compute is one layer of ours, where SGLang's loops over all experts.
+In a mixture of experts, router and choice are layers and operations like all others. One native operation computes the
+chosen experts; SGLang's method loops over all experts.
 
 What fails here fails the pass, as attention does (`containment/passes.py`): SGLang's method computes the layer in its
 place.
@@ -30,6 +30,7 @@ from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
 from sglang.srt.layers.layernorm import Gemma3RMSNorm, GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
 from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.layers.quantization.unquant import (
@@ -44,14 +45,9 @@ from torch import nn
 
 from fluxion_sglang.native import NativeLayers, topology
 from fluxion_sglang.sglang.steps.packed import PackedWeight, Packer, owners
-from fluxion_sglang.sglang.weights.methods import Part, QuantisedMethod, computes_experts, parts_of
-from fluxion_sglang.sglang.weights.rounding import (
-    FORMAT,
-    RoundedHeadMethod,
-    RoundingExpertsMethod,
-    RoundingMethod,
-    is_rounded,
-)
+from fluxion_sglang.sglang.weights.experts import WEIGHTS, PackedExpertsMethod, computes_experts, formats_of
+from fluxion_sglang.sglang.weights.methods import Part, QuantisedMethod, parts_of
+from fluxion_sglang.sglang.weights.rounding import FORMAT, RoundedHeadMethod, RoundingMethod
 
 MAX_ROWS = 32 if topology()["isa"] == "amx" else 96
 """Most rows that the workers multiply. Alone, PyTorch is as fast from about 64 rows on, and much faster on a matrix
@@ -60,7 +56,11 @@ MAX_PACKED_ROWS = 256
 """The same of packed weights: up to there PyTorch is faster by less than a copy of them in rows takes."""
 
 MAX_QUANTISED_ROWS = 48
-"""The same of quantised weights."""
+"""The same for quantised weights."""
+
+MAX_EXPERT_ROWS = MAX_ROWS if topology()["isa"] == "amx" else 256
+"""The same for experts, rows of an expert on average. Up to there PyTorch, which takes one expert after another, was
+measured to be slower, for rounded experts as well."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 class Contained:
-    """The native layers, called by whoever contains their failures.
+    """The native layers, with containment of their failures.
 
     Args:
         run: the result of a step, or None where the step or one before it in the pass has failed (`FailureGuard.run`);
@@ -89,8 +89,8 @@ class Contained:
 def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
     """Have the workers compute the model's layers; returns how many of them are linear, or experts.
 
-    What is quantised or of another dtype stays as it is. Of a layer with adapters (LoRA) the base is computed here, and
-    what adapters add is SGLang's.
+    Layers of SGLang's own quantisation methods or of another dtype stay SGLang's. For a layer with adapters (LoRA) the
+    workers compute the base, and SGLang what adapters add.
 
     Args:
         pack: whether weights may be packed. One that several modules have, or an embedding, stays as it is.
@@ -110,12 +110,13 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
                 native.layers.into_huge_pages(part.packed)
             count += 1
             continue
-        if isinstance(method, UnquantizedFusedMoEMethod) and computes_experts(module):
-            if isinstance(method, RoundingExpertsMethod):
+        # Adapters of experts have the method as well, and not the weights.
+        if isinstance(module, FusedMoE) and isinstance(method, UnquantizedFusedMoEMethod) and computes_experts(module):
+            if isinstance(method, PackedExpertsMethod):
                 method.native = quantised
-            for experts in (module.w13_weight, module.w2_weight):
+            for experts in (getattr(module, name) for name in WEIGHTS):
                 if _is_plain(experts):
-                    native.layers.into_huge_pages(experts.data.flatten(0, 1))  # type: ignore[operator]
+                    native.layers.into_huge_pages(experts.data.flatten(0, 1))
             count += 1
             continue
         if not isinstance(weight, nn.Parameter) or type(weight.data) is not torch.Tensor:
@@ -207,7 +208,7 @@ def _by_sglang(method: Callable[..., torch.Tensor], layer: nn.Module, x: torch.T
 
 
 class _Quantised:
-    """What multiplies with quantised weights (`weights.methods.Native`)."""
+    """The kernels for quantised weights (`weights.methods.Native`)."""
 
     def __init__(self, native: Contained) -> None:
         self._native = native
@@ -230,7 +231,7 @@ class _Quantised:
         return self._native(compute)
 
     def wide(self, part: Part, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Some rows of a weight in this dtype, until the next call."""
+        """Some rows of a weight in this dtype. The next call overwrites them."""
         size = (rows.stop - rows.start) * part.inputs
         if self._room.numel() < size or self._room.dtype is not dtype:
             self._room = torch.empty(0)
@@ -282,29 +283,23 @@ def _experts(
     native: Contained, method: UnquantizedFusedMoEMethod, layer: Any, dispatch_output: StandardDispatchOutput
 ) -> StandardCombineInput:
     x, choice, out = dispatch_output.hidden_states, dispatch_output.topk_output, None
-    gate_up, down = layer.w13_weight, layer.w2_weight
+    gate_up, down, forms = layer.w13_weight, layer.w2_weight, formats_of(layer)
     if (
         computes_experts(layer)
         and TopKOutputChecker.format_is_standard(choice)
         and choice.topk_weights.dtype is torch.float32
         and _rows(x)
-        and 0 < choice.topk_ids.numel() <= _most_rows(layer) * len(gate_up)
+        and 0 < choice.topk_ids.numel() <= MAX_EXPERT_ROWS * len(gate_up)
         and _is_plain(gate_up)
         and _is_plain(down)
-        and (is_rounded(layer) or gate_up.dtype is x.dtype)
+        and (forms or gate_up.dtype is x.dtype)
         and not getattr(layer, "use_intel_amx_backend", False)
         and not torch.compiler.is_compiling()
     ):
         ids, weights = choice.topk_ids.to(torch.int32).contiguous(), choice.topk_weights.contiguous()
-        forms = (FORMAT, FORMAT) if is_rounded(layer) else None
         gelu = layer.moe_runner_config.activation == "gelu"
         out = native(lambda layers: layers.experts(x, ids, weights, gate_up, down, forms, gelu=gelu))
     return method.forward_native(layer, dispatch_output) if out is None else StandardCombineInput(hidden_states=out)
-
-
-def _most_rows(layer: nn.Module) -> int:
-    """Of an expert on average, so many that the workers compute."""
-    return MAX_QUANTISED_ROWS if is_rounded(layer) else MAX_ROWS
 
 
 # --- What lies between them ---
@@ -315,7 +310,7 @@ def _register_operations(model: nn.Module, native: Contained) -> None:
     gemma = sys.modules.get("sglang.srt.models.gemma3_causal")
     for module in model.modules():
         if gemma is not None and isinstance(module, gemma.Gemma3Attention):
-            # The same with the rotary embedding of all other models; SGLang takes it where the CPU has a matrix unit.
+            # The same, with the rotary embedding of all other models. SGLang itself uses it on CPUs with a matrix unit.
             module.forward = module.forward_cpu
         for base, operation in _OPERATIONS.items():
             # A subclass with a formula of its own keeps it.
@@ -435,5 +430,5 @@ _OPERATIONS: dict[type[BaseFusedOp], Callable[..., Any]] = {
     GeluAndMul: _gelu_mul,
     RotaryEmbedding: _rope,
     UnquantizedFusedMoEMethod: _experts,
-    RoundingExpertsMethod: _experts,
+    PackedExpertsMethod: _experts,
 }

@@ -1,10 +1,9 @@
-"""GGUF files on a CPU: SGLang's loader for them reads through these hooks, and its layers hold the file's own blocks.
+"""GGUF files on a CPU: hooks in SGLang's loader for them, and methods for its layers.
 
-SGLang's way has kernels for GPUs alone. It also leaves the rows of queries and keys, and the weights of norms, as
-llama.cpp's converter has changed them. Here blocks become packed integers when all weights are loaded, with no rounding
-but that of `weights/ggml.py`. An embedding is SGLang's own, in the model's dtype; where it makes the logits as well,
-its blocks are packed for that besides. Weights that the file does not quantise are in the model's dtype, in layers that
-are SGLang's own.
+SGLang has kernels for such files on GPUs alone. It also leaves the rows of queries and keys, and the weights of norms,
+as llama.cpp's converter has changed them. Here, when all weights are loaded, blocks become packed integers, with no
+rounding but that of `weights/ggml.py`. SGLang's own layers have the embedding and the weights that the file does not
+quantise, in the model's dtype. If the embedding makes the logits as well, its blocks are packed besides.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
@@ -25,19 +25,20 @@ from torch.nn import functional as F
 
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.sglang.start import gguf_model
+from fluxion_sglang.sglang.weights.experts import PackedExpertsMethod, computes_experts, hold_experts
 from fluxion_sglang.sglang.weights.methods import QuantisedMethod, hold
 from fluxion_sglang.weights import ggml
-from fluxion_sglang.weights.quantised import Quantised, slices
+from fluxion_sglang.weights.quantised import Quantised, pack, slices
 
 # --- What the loader reads ---
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """What a tensor of blocks, [outputs, bytes] uint8, carries as its attribute `ggml`.
+    """The attribute `ggml` of a tensor of blocks, [outputs, bytes] uint8.
 
     Attributes:
-        kind: the number of their type. inputs: that they have.
+        kind: the number of their type. inputs: of the weight.
     """
 
     kind: int
@@ -49,7 +50,7 @@ def _is_ours() -> bool:
 
 
 def get_gguf_weights_map(original: Callable[..., Any], loader: Any, model_config: Any) -> Any:
-    """SGLang makes a second model for the names."""
+    """The names of tensors, from the header; SGLang makes a second model to find them."""
     if not _is_ours():
         return original(loader, model_config)
     names = gguf_model.names_of(ggml.read_header(Path(model_config.model_path)))
@@ -57,7 +58,7 @@ def get_gguf_weights_map(original: Callable[..., Any], loader: Any, model_config
 
 
 def get_gguf_extra_tensor_names(original: Callable[..., Any], gguf_file: str, gguf_to_hf_name_map: Any) -> Any:
-    """SGLang reads all of the vocabulary for them."""
+    """The names that the file lacks, from the header; SGLang reads all of the vocabulary to find them."""
     if not _is_ours():
         return original(gguf_file, gguf_to_hf_name_map)
     found = ggml.read_header(Path(gguf_file)).tensors
@@ -71,8 +72,10 @@ def get_weights_iterator(original: Callable[..., Any], loader: Any, path: str, n
 def _weights(header: ggml.Header, names: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
     for name in filter(names.__contains__, header.tensors):
         loaded = _loaded(header, name)
-        # Some models have an embedding of PyTorch's. SGLang reads weights with its dtype as PyTorch's default.
-        yield names[name], _wide(loaded, torch.get_default_dtype()) if name == gguf_model.EMBEDDING else loaded
+        if name == gguf_model.EMBEDDING or name.endswith(gguf_model.ROUTER):
+            # Layers of SGLang's own or PyTorch's. SGLang reads weights with their dtype as PyTorch's default.
+            loaded = _wide(loaded, torch.get_default_dtype())
+        yield names[name], loaded
 
 
 def _loaded(header: ggml.Header, name: str) -> torch.Tensor:
@@ -124,27 +127,34 @@ class GgufConfig(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
             return GgufLinearMethod()
+        if isinstance(layer, FusedMoE):
+            return GgufExpertsMethod(layer.use_triton_kernels)
         return GgufHeadMethod() if isinstance(layer, ParallelLMHead) else None
 
 
 class _Shards:
-    """Keeps what is loaded for a weight: blocks, or tensors that are not quantised, by SGLang's names of its shards."""
+    """Loads a weight: keeps its shards, blocks or tensors that are not quantised, by SGLang's names for them.
+
+    What is loaded for the first expert is that of all.
+    """
 
     def __init__(self) -> None:
         self._found: dict[Any, torch.Tensor] = {}
 
-    def __call__(self, param: nn.Parameter, loaded: torch.Tensor, shard: Any = None) -> None:
-        self._found[shard] = loaded
+    def __call__(
+        self, param: nn.Parameter, loaded: torch.Tensor, shard: Any = None, shard_id: Any = None, expert_id: int = 0
+    ) -> None:
+        self._found[shard_id or shard] = loaded
 
     def in_order(self, outputs: Sequence[int], inputs: int) -> list[torch.Tensor]:
-        """The shards, one after the other. Raises ConfigError unless they have so many outputs and inputs."""
+        """The shards in the order of the layer's outputs. Raises ConfigError if their shapes are others."""
         found = [self._found[shard] for shard in sorted(self._found, key=lambda name: _ORDER.get(name, name))]
         shapes, wanted = [_shape(shard) for shard in found], [[each, inputs] for each in outputs]
         if shapes != wanted:
             raise ConfigError(
                 f"--enable-fluxion cannot serve this GGUF file, because it has {shapes} outputs and inputs for a layer "
-                f"that has {wanted}, so its configuration is not that of the model; take away the config.json beside "
-                "it, or give another one."
+                f"that has {wanted}, so the config.json beside it is of another model; remove it, or put the right one "
+                "there."
             )
         return found
 
@@ -155,11 +165,11 @@ def _shape(stored: torch.Tensor) -> list[int]:
     return [*stored.shape] if blocks is None else [len(stored), blocks.inputs]
 
 
-_ORDER: dict[Any, int] = {"q": 0, "k": 1, "v": 2, None: 0}
+_ORDER: dict[Any, int] = {"q": 0, "k": 1, "v": 2, None: 0, "w1": 0, "w3": 1, "w2": 0}
 
 
 class GgufLinearMethod(QuantisedMethod):
-    """Keeps what the file has of a layer, and packs it when all is loaded."""
+    """Keeps the blocks of a layer as they are loaded, and packs them when all are there."""
 
     def create_weights(
         self,
@@ -186,7 +196,7 @@ class GgufLinearMethod(QuantisedMethod):
 
 
 class GgufHeadMethod(GgufLinearMethod):
-    """The layer that makes logits. It may be an embedding, which is looked up in its `weight`."""
+    """The same for the layer that makes logits. If it is the embedding as well, its `weight` serves the look-ups."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         assert isinstance(layer, ParallelLMHead)
@@ -204,21 +214,64 @@ class GgufHeadMethod(GgufLinearMethod):
         return F.embedding(input_, layer.weight)
 
 
+class GgufExpertsMethod(PackedExpertsMethod):
+    """The same of experts. Where one of their matrices is not quantised in the file, none is here."""
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        with_bias: bool = False,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        if not computes_experts(layer):
+            raise ValueError(
+                "experts of a GGUF file are computed in one process by kernels of the CPU alone, and options ask for "
+                "other ones; leave --moe-runner-backend and --ep-size out."
+            )
+        inner = intermediate_size_per_partition
+        sizes = {"w13_weight": ([inner, inner], hidden_size), "w2_weight": ([hidden_size], inner)}
+        layer.gguf_outputs = {name: outputs for name, (outputs, _) in sizes.items()}  # type: ignore[assignment]
+        for name, (_, inputs) in sizes.items():
+            setattr(layer, name, _weight(torch.empty(0, inputs, dtype=params_dtype), _Shards()))
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        held: Any = layer
+        sizes, experts = held.gguf_outputs, held.num_local_experts
+        found: Any = {name: _take(layer, [experts * one for one in each], name) for name, each in sizes.items()}
+        if None in found.values():
+            return
+        packs = all(hasattr(shard, "ggml") for shards in found.values() for shard in shards)
+        for name, shards in found.items():
+            weight = getattr(held, name)
+            made = [_packed(shard) if packs else _wide(shard, weight.dtype) for shard in shards]
+            whole = torch.cat([matrix.unflatten(0, (experts, -1)) for matrix in made], 1)
+            if packs:
+                size, form = (sum(sizes[name]), weight.shape[1]), ggml.KINDS[shards[0].ggml.kind].format
+                hold_experts(layer, name, whole, size, form).weight_loader = _refuse
+            else:
+                setattr(layer, name, _weight(whole, _refuse))
+        if not packs:
+            super().process_weights_after_loading(layer)
+
+
 def _weight(data: torch.Tensor, load: Callable[..., None]) -> nn.Parameter:
     weight = nn.Parameter(data, requires_grad=False)
     weight.weight_loader = load  # type: ignore[attr-defined]
     return weight
 
 
-def _take(layer: nn.Module, outputs: Any) -> list[torch.Tensor] | None:
-    """What has been loaded for a layer, which loads no more; None if that has been taken already."""
-    weight = layer.weight
-    assert isinstance(weight, nn.Parameter)
-    load = weight.weight_loader  # type: ignore[attr-defined]
+def _take(layer: nn.Module, outputs: Any, name: str = "weight") -> list[torch.Tensor] | None:
+    """The shards of a layer, which takes no more of them; None if they were taken before."""
+    weight: Any = getattr(layer, name)
+    load = weight.weight_loader
     if not isinstance(load, _Shards):
         return None
     found = load.in_order(outputs, weight.shape[1])
-    layer.weight = _weight(weight.data, _refuse)
+    setattr(layer, name, _weight(weight.data, _refuse))
     layer._derived_weight_cache_error = _NO_UPDATE  # type: ignore[assignment]  # SGLang asks for it before an update
     return found
 
@@ -237,8 +290,13 @@ def _decoded(shard: torch.Tensor) -> Iterator[Quantised]:
     return (ggml.decode(shard[rows], blocks.kind) for rows in slices(len(shard), blocks.inputs))
 
 
+def _packed(shard: torch.Tensor) -> torch.Tensor:
+    """Blocks as panels; those of an expert are whole ones."""
+    return torch.cat([pack(weight) for weight in _decoded(shard)])
+
+
 def _wide(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight in this dtype, not as it is mapped from the file."""
+    """The weight in this dtype, in memory of its own."""
     blocks: Blocks | None = getattr(stored, "ggml", None)
     if blocks is None:
         return stored.to(dtype, copy=True)

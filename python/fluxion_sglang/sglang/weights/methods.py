@@ -1,8 +1,8 @@
 """Layers whose weights are integers of 8 or 4 bits.
 
-A layer holds one packed weight, or several where the checkpoint quantised parts of it in different ways (such as the
-values of a layer that makes queries, keys and values). `layers.install` gives its method the native kernels; without
-them PyTorch computes, a slice of the weight in the model's dtype at a time.
+A layer holds one packed weight, or several if a GGUF file has its parts in different types (such as the values in
+`qkv_proj`). `layers.install` gives the layer's method the native kernels. Without them PyTorch computes with one slice
+of the weight at a time, in the model's dtype.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fluxion_sglang.weights.quantised import PANEL, Format, Quantised, pack, sli
 
 @dataclass(frozen=True)
 class Part:
-    """Some outputs of a layer, those after its other parts' outputs.
+    """The packed weight of some outputs of a layer; the outputs of its parts follow one another.
 
     Attributes:
-        packed: as of `pack`; a parameter of the layer. outputs, inputs: its size. format: how it is packed.
+        packed: what `pack` returned; a parameter of the layer. outputs, inputs: its size. format: of the weight.
     """
 
     packed: torch.Tensor
@@ -34,7 +34,7 @@ class Part:
     format: Format
 
     def panels(self, rows: slice) -> torch.Tensor:
-        """The panels of some rows, which begin with a panel's first."""
+        """The panels of some rows; the first row is the first of a panel."""
         return self.packed[rows.start // PANEL : -(-rows.stop // PANEL)]
 
     def wide(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
@@ -43,13 +43,13 @@ class Part:
 
 
 class Native(Protocol):
-    """What `layers.install` gives a method."""
+    """The native kernels, as `layers.install` gives them to a method."""
 
     def __call__(self, x: torch.Tensor, parts: Sequence[Part], bias: torch.Tensor | None) -> torch.Tensor | None:
-        """x weight^T + bias, or None where that is PyTorch's to compute."""
+        """x weight^T + bias, or None if PyTorch has to compute it."""
 
     def wide(self, part: Part, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-        """As of `Part.wide`, until the next call."""
+        """As `Part.wide`. The next call overwrites the result."""
 
 
 def packed(weight: Quantised) -> torch.Tensor:
@@ -64,12 +64,12 @@ def packed(weight: Quantised) -> torch.Tensor:
 
 
 def hold(layer: nn.Module, weights: Iterable[Quantised], name: str = "packed") -> None:
-    """Give a layer weights, the outputs of one after those of another, packed as they come.
+    """Packs weights and gives them to a layer, whose outputs are theirs in this order.
 
-    Those of one format become one parameter: `name`, the next one that with a 1 behind it, and so on.
+    Neighbours of one format become one parameter. Parameters are called `name`, `name`1, `name`2 and so on.
 
     Raises:
-        ConfigError: a scale has no float16.
+        ConfigError: a scale is not finite as float16.
     """
     pieces: list[list[torch.Tensor]] = []
     shapes: list[tuple[str, int, int, Format]] = []
@@ -88,7 +88,7 @@ def hold(layer: nn.Module, weights: Iterable[Quantised], name: str = "packed") -
 
 
 def parts_of(layer: nn.Module) -> list[Part]:
-    """The weights that a layer holds; none if it has not been given any."""
+    """The weights that `hold` gave to a layer."""
     found: Any = getattr(layer, "quantised", ())
     return [Part(getattr(layer, name), outputs, inputs, form) for name, outputs, inputs, form in found]
 
@@ -101,7 +101,7 @@ def drop(layer: nn.Module) -> None:
 
 
 class QuantisedMethod(LinearMethodBase):
-    """Computes layers that hold quantised weights. What loads them is a subclass's.
+    """Computes layers that hold quantised weights. Subclasses load them.
 
     Attributes:
         native: the kernels; None: PyTorch computes.
@@ -129,20 +129,6 @@ def product(native: Native | None, x: torch.Tensor, parts: Sequence[Part], bias:
 
 
 def wide_slices(native: Native | None, part: Part, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The weight's rows in this dtype, some at a time; each until the next."""
+    """The weight's rows in this dtype, a slice at a time. The next slice may overwrite the last one."""
     for rows in slices(part.outputs, part.inputs):
         yield part.wide(rows, dtype) if native is None else native.wide(part, rows, dtype)
-
-
-def computes_experts(layer: nn.Module) -> bool:
-    """Whether the kernels have what these experts (SGLang's FusedMoE) compute."""
-    config: Any = layer.moe_runner_config
-    special = (
-        config.apply_router_weight_on_input,
-        config.no_combine,
-        layer.with_bias,
-        layer.use_triton_kernels,
-        layer.moe_ep_size != 1,
-        *(getattr(config, name) is not None for name in ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")),
-    )
-    return config.is_gated and config.activation in ("silu", "gelu") and not any(special)

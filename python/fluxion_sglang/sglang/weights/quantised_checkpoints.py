@@ -1,11 +1,11 @@
 """Quantised checkpoints on a CPU: GPTQ, AutoRound, AWQ, and compressed-tensors of integers.
 
 SGLang reads the configuration, decides which layers are quantised, makes the parameters that the checkpoint fills and
-cuts them between ranks. Its kernels for them need a GPU. Here they are unpacked when all are loaded, and the layer
-holds the weight as any quantised one (`methods.py`).
+cuts them between ranks. Its kernels for them need a GPU. Here the parameters are unpacked when all are loaded, and the
+layer holds the weight like any quantised one (`methods.py`).
 
-A checkpoint of W8A8 is computed as one of weights of 8 bits: its activations are not rounded, which is more exact than
-the format asks for. What the kernels have as float16, scales and minima, is rounded by 2^-12 at most.
+W8A8 is computed as W8A16: activations keep 16 bits, which is more exact than the format asks. Scales and minima become
+float16, which rounds them by at most 2^-11 of themselves.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Gptq(GPTQLinearScheme):
         if self.group != -1:
             groups = layer.g_idx - layer.g_idx[0]
             if not torch.equal(groups, torch.arange(len(groups), dtype=torch.int32) // self.group):
-                raise _unserved("it orders inputs by activation (g_idx), so that groups are no neighbours")
+                raise _unserved("it orders inputs by activation (g_idx), so that a group is scattered over the inputs")
         return checkpoints.gptq(layer.qweight, layer.qzeros, layer.scales, self.bits, self.use_v2_format)
 
 
@@ -110,7 +110,7 @@ class _PackQuantised(CompressedTensorsWNA16):
 
 
 class _Unused(BasevLLMParameter):
-    """What a checkpoint has and nothing here needs."""
+    """A parameter that a checkpoint has and nothing here needs."""
 
     def _load(self, *_: Any, **__: Any) -> None:
         pass
@@ -158,10 +158,10 @@ def _loads(parameter: Any) -> int:
 
 
 class CheckpointMethod(QuantisedMethod):
-    """Loads what a checkpoint has packed, and holds it unpacked, at each update of weights again.
+    """Loads the packed weight of a checkpoint, and repacks it for our kernels; again at each update of weights.
 
     Args:
-        scheme: SGLang's, of ours: makes the parameters that are loaded, and `quantised` of them.
+        scheme: a subclass of SGLang's scheme. It makes the parameters, and `quantised` unpacks them.
     """
 
     def __init__(self, scheme: Any) -> None:
@@ -202,7 +202,7 @@ class CheckpointMethod(QuantisedMethod):
         if scheme.group == -1 and isinstance(scheme, _Awq):  # whose scales SGLang would cut
             group = input_size
         if inputs % group:
-            why = f"a layer of {input_size} inputs has {inputs} on each of {ranks} ranks, no whole groups of {group}"
+            why = f"a layer of {input_size} inputs has {inputs} on each of {ranks} ranks, not whole groups of {group}"
         elif not scheme.across_outputs:
             return
         elif isinstance(layer, ParallelLMHead) and output_size != layer.org_vocab_size:
@@ -252,8 +252,8 @@ class _OnCpu:
         return []
 
     def get_quant_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
-        """Of a merged layer by the names of its parts, which are the checkpoint's as a rule; SGLang has them for few
-        models. Raises ConfigError where parts are quantised in different ways."""
+        """The method of a layer. That of a merged layer is found by the names of its parts, which are the names in the
+        checkpoint. Raises ConfigError if the parts are quantised in different ways."""
         if isinstance(layer, FusedMoE):
             raise _unserved("quantised experts have no kernels yet")
         before, _, last = prefix.rpartition(".")
@@ -285,7 +285,7 @@ class _OnCpu:
 
 
 def _kind(method: QuantizeMethodBase | None) -> Any:
-    """What methods of parts of a layer have in common."""
+    """What methods of parts of one layer must have in common."""
     if not isinstance(method, CheckpointMethod):
         return None
     return type(method.scheme), method.scheme.bits, method.scheme.group, method.scheme.across_outputs
@@ -326,6 +326,6 @@ CONFIGS = {
 
 
 def register() -> None:
-    """Have SGLang ask these about checkpoints, where the platform is ours."""
+    """Give SGLang these configurations, if the platform is ours."""
     if isinstance(current_platform, PortableCpuPlatform):
         QUANTIZATION_METHODS.update(CONFIGS)

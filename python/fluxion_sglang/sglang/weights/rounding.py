@@ -1,9 +1,9 @@
 """`--quantization fluxion-int8`: linear layers and experts whose weights are rounded to 8 bits when they are loaded.
 
-A decode step reads every weight, so it takes half as long as in bfloat16 where weights are most of what it reads. 32
-inputs of an output share a scale, which rounds a weight by 0.54% (root mean square). Of the layer that makes logits,
-which may be the embedding as well, there is a rounded copy. Layers whose inputs are no multiple of 32 stay as they are,
-and so do experts that the kernels do not compute (`computes_experts`).
+A decode step reads every weight, and reads half as many bytes as in bfloat16. 32 inputs of an output share a scale,
+which rounds a weight by 0.54% (root mean square). The layer that makes logits, which may be the embedding as well, gets
+a rounded copy. Layers whose inputs are no multiple of 32, and experts that the kernels cannot compute
+(`computes_experts`), keep the checkpoint's weights.
 """
 
 from __future__ import annotations
@@ -14,36 +14,32 @@ from typing import Any
 import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
-from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from sglang.srt.layers.quantization.unquant import (
     UnquantizedEmbeddingMethod,
-    UnquantizedFusedMoEMethod,
     UnquantizedLinearMethod,
 )
 from torch import nn
 
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.sglang.compat import INT8_WEIGHTS as NAME
-from fluxion_sglang.sglang.weights.methods import (
-    Native,
-    Part,
-    QuantisedMethod,
+from fluxion_sglang.sglang.weights.experts import (
+    WEIGHTS,
+    PackedExpertsMethod,
+    WideExperts,
     computes_experts,
-    drop,
-    hold,
-    packed,
-    parts_of,
-    wide_slices,
+    formats_of,
+    hold_experts,
 )
+from fluxion_sglang.sglang.weights.methods import Native, QuantisedMethod, drop, hold, packed, parts_of, wide_slices
 from fluxion_sglang.weights.quantised import BLOCK, Format, Quantised, slices
 
 FORMAT = Format(8, BLOCK, minima=False)
 
 
 def rounded(weight: torch.Tensor) -> Quantised:
-    """A weight [outputs, inputs] in 8 bits. A scale is the smallest float16 by which its largest weight is at most 127.
+    """A weight [outputs, inputs] in 8 bits. A scale is the smallest float16 that makes the largest integer at most 127.
 
     Raises:
         ConfigError: a weight is not finite.
@@ -64,12 +60,12 @@ def rounded(weight: torch.Tensor) -> Quantised:
 
 
 def _parts(weight: torch.Tensor) -> Iterator[Quantised]:
-    """A weight rounded some rows at a time: what is computed of them in float32 is large."""
+    """A weight rounded some rows at a time, to bound the temporary memory in float32."""
     return (rounded(weight[rows]) for rows in slices(*weight.shape))
 
 
 def register() -> None:
-    """Tell SGLang what the name means."""
+    """Register the name in SGLang."""
     QUANTIZATION_METHODS[NAME] = RoundingConfig
 
 
@@ -104,7 +100,7 @@ class RoundingConfig(QuantizationConfig):
 
 
 class RoundingMethod(QuantisedMethod, UnquantizedLinearMethod):
-    """Loads a weight as it is in the checkpoint and rounds it when all are loaded, at each update of weights again."""
+    """Rounds the weight of a linear layer when all weights are loaded; again at each update of weights."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         weight = layer.weight
@@ -125,82 +121,35 @@ class RoundingMethod(QuantisedMethod, UnquantizedLinearMethod):
         vars(layer.weight).update(attributes)
 
 
-class RoundingExpertsMethod(UnquantizedFusedMoEMethod):
-    """The same of experts, whose weights are then uint8 [experts, panels, bytes], each expert packed alone.
-
-    Attributes:
-        native: the kernels; None: PyTorch computes.
-    """
-
-    native: Native | None = None
+class RoundingExpertsMethod(PackedExpertsMethod):
+    """The same for experts."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         super().process_weights_after_loading(layer)
-        if is_rounded(layer) or not computes_experts(layer) or any(w.shape[2] % FORMAT.group for w in _weights(layer)):
+        weights: Any = {name: getattr(layer, name) for name in WEIGHTS}
+        whole = all(weight.shape[2] % FORMAT.group == 0 for weight in weights.values())
+        if formats_of(layer) or not whole or not computes_experts(layer):
             return
-        weights = _weights(layer)
-        rounds = [torch.stack([packed(rounded(expert)) for expert in weight.data]) for weight in weights]
-        for name, weight, experts in zip(_EXPERTS, weights, rounds, strict=True):  # both, or neither
-            setattr(layer, name, nn.Parameter(experts, requires_grad=False))
-            _remember(getattr(layer, name), weight)
+        # Both or none: weights that cannot be rounded leave the layer as it is.
+        both = [torch.stack([packed(rounded(expert)) for expert in weight.data]) for weight in weights.values()]
+        for (name, weight), experts in zip(weights.items(), both, strict=True):
+            _remember(hold_experts(layer, name, experts, weight.shape[1:], FORMAT), weight)
 
     def restore_weights_before_loading(self, layer: nn.Module) -> None:
-        if is_rounded(layer):
-            for name, held in zip(_EXPERTS, _weights(layer), strict=True):
+        if formats_of(layer):
+            for name in WEIGHTS:
+                held: Any = getattr(layer, name)
                 dtype, shape, attributes = held.loaded
-                experts, wide = _WideExperts(held, self.native, dtype), torch.empty(shape, dtype=dtype)
+                experts, wide = WideExperts(held, self.native, dtype), torch.empty(shape, dtype=dtype)
                 for expert, into in enumerate(wide):
                     into.copy_(experts[expert])
                 setattr(layer, name, nn.Parameter(wide, requires_grad=False))
                 vars(getattr(layer, name)).update(attributes)
         super().restore_weights_before_loading(layer)
 
-    def forward_cpu(self, layer: nn.Module, dispatch_output: StandardDispatchOutput) -> StandardCombineInput:
-        if is_rounded(layer):
-            layer = _WithWideExperts(layer, self.native, dispatch_output.hidden_states.dtype)  # type: ignore[assignment]
-        found: StandardCombineInput = super().forward_cpu(layer, dispatch_output)
-        return found
-
-    forward_native = forward_cpu
-
-
-_EXPERTS = ("w13_weight", "w2_weight")
-
-
-def _weights(layer: nn.Module) -> tuple[Any, Any]:
-    return layer.w13_weight, layer.w2_weight
-
-
-def is_rounded(layer: nn.Module) -> bool:
-    """Whether the weights of these experts are rounded now."""
-    return layer.w13_weight.dtype is torch.uint8
-
-
-class _WideExperts:
-    """The weights of experts in a dtype, each when it is asked for."""
-
-    def __init__(self, packed: Any, native: Native | None, dtype: torch.dtype) -> None:
-        self._packed, self._native, self._dtype = packed, native, dtype
-
-    def __getitem__(self, expert: int) -> torch.Tensor:
-        _, (_, outputs, inputs), _ = self._packed.loaded
-        part = Part(self._packed[expert], outputs, inputs, FORMAT)
-        return torch.cat([rows.clone() for rows in wide_slices(self._native, part, self._dtype)])
-
-
-class _WithWideExperts:
-    """A layer whose experts SGLang's method may take one by one."""
-
-    def __init__(self, layer: nn.Module, native: Native | None, dtype: torch.dtype) -> None:
-        self._layer = layer
-        self.w13_weight, self.w2_weight = (_WideExperts(packed, native, dtype) for packed in _weights(layer))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
 
 class RoundedHeadMethod(UnquantizedEmbeddingMethod):
-    """Multiplies few rows by a rounded copy of the weight, and keeps the copy as new as the weight.
+    """Multiplies few rows by a rounded copy of the weight, and renews the copy when the weight is loaded.
 
     Args:
         native: the kernels.
@@ -228,7 +177,7 @@ class RoundedHeadMethod(UnquantizedEmbeddingMethod):
 
 
 class _Loads:
-    """Loads a weight of which there is a rounded copy, which goes until all weights are loaded."""
+    """Loads a weight that has a rounded copy. The copy is dropped until all weights are loaded."""
 
     def __init__(self, layer: nn.Module, load: Any) -> None:
         self._layer, self._load = layer, load
@@ -239,7 +188,7 @@ class _Loads:
 
 
 def _remember(packed: Any, weight: nn.Parameter) -> None:
-    """What a rounded weight was, until it is loaded anew."""
+    """Keep on a rounded weight what `restore_weights_before_loading` needs."""
     packed.loaded = weight.dtype, tuple(weight.shape), dict(vars(weight))
     packed.weight_loader = _refuse
 

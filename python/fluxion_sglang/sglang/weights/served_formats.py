@@ -1,4 +1,4 @@
-"""Which quantised checkpoints are served on a CPU, by what their configuration says."""
+"""Which quantised checkpoints are served on a CPU, by their configuration."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from fluxion_sglang.config import ConfigError
 
 NAMES = ("gptq", "awq", "auto-round", "compressed-tensors")
-"""What a checkpoint may call its format, and our words for --quantization of it (`quantised_checkpoints.py`)."""
+"""The `quant_method` of checkpoints that are served, and the legal --quantization for them."""
 
 FORMATS = "GPTQ, AWQ, AutoRound or compressed-tensors (integers of 4 or 8 bits)"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check(quantisation: dict[str, Any], model: dict[str, Any]) -> None:
-    """Refuse what the methods of `quantised_checkpoints.py` do not load.
+    """Refuse what `quantised_checkpoints.py` does not load.
 
     Args:
-        quantisation: of a method in `NAMES`, as the checkpoint has it. model: its config.json.
+        quantisation: the checkpoint's quantization_config, with a method in `NAMES`. model: its config.json.
 
     Raises:
         ConfigError: the first reason.
@@ -57,7 +57,7 @@ def _reasons(quantisation: dict[str, Any], model: dict[str, Any]) -> Iterator[st
             yield from _numbers(found.get("bits"), [4] if packing == "auto_round:auto_awq" else [4, 8])
             yield from _group(found.get("group_size"))
             if found.get("desc_act") and found.get("group_size") != -1 and not found.get("static_groups"):
-                yield "it orders inputs by activation (desc_act), so that groups are no neighbours"
+                yield "it orders inputs by activation (desc_act), so that a group is scattered over the inputs"
         form = quantisation.get("checkpoint_format") or quantisation.get("format") or "gptq"
         form = "marlin" if quantisation.get("is_marlin_format") else form
         if form not in ("gptq", "gptq_v2"):
@@ -95,7 +95,7 @@ def _compressed(quantisation: dict[str, Any]) -> Iterator[str]:
         if not packed and not weights.get("symmetric", True):
             yield f"its weights have zeros (symmetric) in the format {form}"
         if weights.get("actorder") in ("group", "dynamic"):
-            yield "it orders inputs by activation (actorder), so that groups are no neighbours"
+            yield "it orders inputs by activation (actorder), so that a group is scattered over the inputs"
         if activations and (bits, activations.get("num_bits"), activations.get("type", "int")) != (8, 8, "int"):
             yield (
                 f"its activations are quantised ({activations.get('type', 'int')} of {activations.get('num_bits')} "

@@ -1,4 +1,7 @@
-"""SGLang's mixtures of experts on the native workers, and what of them stays SGLang's; rounded to 8 bits, too."""
+"""SGLang's mixtures of experts on the native workers, and what of them stays SGLang's.
+
+Rounded to 8 bits and of GGUF files, too.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import gguf
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
@@ -19,7 +24,10 @@ from fluxion_sglang.native import NativeLayers, Workers
 from fluxion_sglang.sglang.containment.passes import FailureGuard
 from fluxion_sglang.sglang.steps import layers
 from fluxion_sglang.sglang.steps.tracing import Kind, TracedLayers, Tracer
-from fluxion_sglang.sglang.weights.rounding import RoundingConfig, RoundingExpertsMethod, is_rounded, rounded
+from fluxion_sglang.sglang.weights.experts import formats_of
+from fluxion_sglang.sglang.weights.gguf import Blocks, GgufConfig
+from fluxion_sglang.sglang.weights.rounding import FORMAT, RoundingConfig, RoundingExpertsMethod, rounded
+from fluxion_sglang.weights import ggml
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 8, 2, 64, 32
 
@@ -110,8 +118,8 @@ def test_the_workers_compute_what_sglang_does(dtype: torch.dtype, activation: st
 
 @pytest.mark.parametrize(
     "options",
-    [{"with_bias": True}, {"gemm1_alpha": 1.7, "gemm1_clamp_limit": 7.0}],
-    ids=["biases", "alpha"],
+    [{"with_bias": True}, {"swiglu_limit": 7.0}, {"no_combine": True}],
+    ids=["biases", "a limit", "not combined"],
 )
 @pytest.mark.parametrize("rounds", [False, True])
 def test_other_experts_are_sglangs(options: dict[str, Any], rounds: bool) -> None:
@@ -119,7 +127,7 @@ def test_other_experts_are_sglangs(options: dict[str, Any], rounds: bool) -> Non
     if options.get("with_bias"):
         layer.w13_weight_bias.data.zero_()
         layer.w2_weight_bias.data.zero_()
-    assert not is_rounded(layer)
+    assert not formats_of(layer)
     x, choice = asked(3)
     want = computed(layer, x, choice)
     layers.install(nn.Sequential(layer), layers.Contained(NATIVE))
@@ -129,7 +137,7 @@ def test_other_experts_are_sglangs(options: dict[str, Any], rounds: bool) -> Non
 def test_very_many_rows_are_sglangs() -> None:
     layer = made()
     install(layer)
-    computed(layer, *asked(EXPERTS * layers.MAX_ROWS // CHOSEN + 1))
+    computed(layer, *asked(EXPERTS * layers.MAX_EXPERT_ROWS // CHOSEN + 1))
     assert NATIVE.calls == 0
 
 
@@ -170,7 +178,7 @@ def test_experts_that_fail_fail_their_pass_and_sglang_computes_them(monkeypatch:
 
 
 class TestRounded:
-    @pytest.mark.parametrize("rows", [1, 9, EXPERTS * layers.MAX_QUANTISED_ROWS // CHOSEN + 1])
+    @pytest.mark.parametrize("rows", [1, 9, EXPERTS * layers.MAX_EXPERT_ROWS // CHOSEN + 1])
     @pytest.mark.parametrize("native", [False, True])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_they_are_the_experts_with_rounded_weights(self, dtype: torch.dtype, native: bool, rows: int) -> None:
@@ -180,7 +188,7 @@ class TestRounded:
                 expert.copy_(rounded(expert).wide())
         x, choice = asked(rows, dtype)
         want = computed(plain, x, choice)
-        assert is_rounded(layer) and layer.w13_weight.shape[:2] == (EXPERTS, 2 * INNER // 16)
+        assert formats_of(layer) == (FORMAT, FORMAT) and layer.w13_weight.shape[:2] == (EXPERTS, 2 * INNER // 16)
         if native:
             install(layer)
         got = computed(layer, x, choice)
@@ -190,7 +198,7 @@ class TestRounded:
 
     def test_a_size_that_is_no_multiple_of_a_group_stays(self) -> None:
         layer = made(rounds=True, inner=48)
-        assert isinstance(layer.quant_method, RoundingExpertsMethod) and not is_rounded(layer)
+        assert isinstance(layer.quant_method, RoundingExpertsMethod) and not formats_of(layer)
         x, choice = asked(3)
         want = computed(layer, x, choice)
         install(layer)
@@ -207,11 +215,11 @@ class TestRounded:
         method: Any = layer.quant_method
         for _ in range(2):  # a failed update is rolled back: restored once more
             method.restore_weights_before_loading(layer)
-        assert not is_rounded(layer) and layer.w13_weight.shape == (EXPERTS, 2 * INNER, HIDDEN)
+        assert not formats_of(layer) and layer.w13_weight.shape == (EXPERTS, 2 * INNER, HIDDEN)
         torch.testing.assert_close(computed(layer, x, choice), before, **tolerance(torch.bfloat16))
         load(layer, 1)
         new = computed(layer, x, choice)
-        assert is_rounded(layer) and (new - before).abs().max() > 0.1
+        assert formats_of(layer) and (new - before).abs().max() > 0.1
         other = made(torch.bfloat16)
         load(other, 1)
         torch.testing.assert_close(new, computed(other, x, choice), rtol=0.05, atol=0.05)
@@ -223,8 +231,71 @@ class TestRounded:
         layer.w2_weight.data[5, 0, 0] = math.nan
         with pytest.raises(ValueError, match="because some are not finite; leave that option out"):
             method.process_weights_after_loading(layer)
-        assert not is_rounded(layer) and layer.w13_weight.dtype is layer.w2_weight.dtype
-        method.restore_weights_before_loading(layer)  # another update begins
-        layer.w2_weight.data[5, 0, 0] = 0
+        method.restore_weights_before_loading(layer)
+        load(layer, 1)
+        assert formats_of(layer)
+
+
+class TestOfAGgufFile:
+    def load(self, layer: FusedMoE, kinds: dict[str, Type]) -> FusedMoE:
+        """As a file is loaded: all experts' matrices at once. Returns the layer with the weights that they are."""
+        plain = made(layer.params_dtype)
+        for shard, kind in kinds.items():
+            matrices = torch.cat([matrix(plain, 0, expert, shard) for expert in range(EXPERTS)]).float()
+            stored = gguf.quants.quantize(matrices.numpy(), kind)
+            wide = torch.from_numpy(gguf.quants.dequantize(stored, kind)).unflatten(0, (EXPERTS, -1))
+            loaded = wide.flatten(0, 1).to(ggml.DENSE[int(kind)]) if int(kind) in ggml.DENSE else torch.tensor(stored)
+            if int(kind) in ggml.KINDS:
+                loaded.ggml = Blocks(int(kind), matrices.shape[1])  # type: ignore[attr-defined]
+            to, like = ("w2", plain.w2_weight) if shard == "w2" else ("w13", plain.w13_weight)
+            parameter = getattr(layer, f"{to}_weight")
+            parameter.weight_loader(parameter, loaded, "weight", shard_id=shard, expert_id=0)
+            {"w1": like[:, :INNER], "w3": like[:, INNER:], "w2": like}[shard].data.copy_(wide)
+        self.process(layer)
+        return plain
+
+    def process(self, layer: FusedMoE) -> None:
+        method: Any = layer.quant_method
         method.process_weights_after_loading(layer)
-        assert is_rounded(layer)
+
+    def empty(self, dtype: torch.dtype, **options: Any) -> FusedMoE:
+        return FusedMoE(
+            EXPERTS, HIDDEN, INNER, layer_id=0, top_k=CHOSEN, params_dtype=dtype, quant_config=GgufConfig(), **options
+        )
+
+    @pytest.mark.parametrize("rows", [1, 9, EXPERTS * layers.MAX_QUANTISED_ROWS // CHOSEN + 1])
+    @pytest.mark.parametrize("native", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize(
+        "kinds",
+        [(Type.Q4_0, Type.Q4_0, Type.Q8_0), (Type.Q8_0, Type.Q5_0, Type.Q4_1), (Type.Q4_1, Type.F16, Type.BF16)],
+        ids=lambda kinds: "-".join(kind.name for kind in kinds),
+    )
+    def test_they_are_the_experts_with_its_weights(
+        self, kinds: tuple[Type, ...], dtype: torch.dtype, native: bool, rows: int
+    ) -> None:
+        """Where one matrix is not quantised, none is."""
+        layer = self.empty(dtype)
+        plain = self.load(layer, dict(zip(("w1", "w3", "w2"), kinds, strict=True)))
+        formats = ggml.KINDS[int(kinds[0])].format, getattr(ggml.KINDS.get(int(kinds[2])), "format", None)
+        assert formats_of(layer) == (formats if formats[1] else None)
+        self.process(layer)  # once more changes nothing
+        x, choice = asked(rows, dtype)
+        want = computed(plain, x, choice)
+        if native:
+            install(layer)
+        limit = {"rtol": 1e-3, "atol": 1e-3} if dtype is torch.float32 else tolerance(dtype)
+        torch.testing.assert_close(computed(layer, x, choice), want, **limit)
+        most = layers.MAX_QUANTISED_ROWS if formats_of(layer) else layers.MAX_ROWS
+        assert NATIVE.calls == (native and rows * CHOSEN <= most * EXPERTS)
+
+    def test_they_take_no_other_weights(self) -> None:
+        layer = self.empty(torch.float32)
+        kinds = dict.fromkeys(("w1", "w3", "w2"), Type.Q8_0)
+        self.load(layer, kinds)
+        with pytest.raises(ValueError, match="cannot be updated while the server runs"):
+            self.load(layer, kinds)
+
+    def test_others_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="leave --moe-runner-backend and --ep-size out"):
+            self.empty(torch.float32, apply_router_weight_on_input=True)

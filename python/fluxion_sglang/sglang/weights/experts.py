@@ -1,0 +1,92 @@
+"""Experts (SGLang's FusedMoE) whose weights are integers of 8 or 4 bits, each expert packed alone.
+
+`layers.install` gives their method the native kernels. Without these, and for many rows, SGLang's loop over experts
+computes, and takes each expert's weights in the dtype of its rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+from torch import nn
+
+from fluxion_sglang.sglang.weights.methods import Native, Part, wide_slices
+from fluxion_sglang.weights.quantised import Format
+
+WEIGHTS = ("w13_weight", "w2_weight")
+"""A layer's parameters: [experts, outputs, inputs], of gates and then of what they multiply; and of what follows."""
+
+
+def computes_experts(layer: nn.Module) -> bool:
+    """Whether the kernels have what these experts compute."""
+    config: Any = layer.moe_runner_config
+    special = (
+        config.apply_router_weight_on_input,
+        config.no_combine,
+        layer.with_bias,
+        layer.use_triton_kernels,
+        layer.moe_ep_size != 1,
+        *(getattr(config, name) is not None for name in ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")),
+    )
+    return config.is_gated and config.activation in ("silu", "gelu") and not any(special)
+
+
+def hold_experts(layer: nn.Module, name: str, packed: torch.Tensor, size: tuple[int, int], form: Format) -> Any:
+    """Give a layer one of its weights; returns the parameter.
+
+    Args:
+        packed: [experts, panels, bytes] uint8, of each expert as of `pack`. size: an expert's outputs and inputs.
+    """
+    weight: Any = nn.Parameter(packed, requires_grad=False)
+    weight.held = *size, form
+    setattr(layer, name, weight)
+    return weight
+
+
+def formats_of(layer: nn.Module) -> tuple[Format, Format] | None:
+    """How the weights of these experts are packed; None if they are not."""
+    held: Any = [getattr(getattr(layer, name), "held", None) for name in WEIGHTS]
+    return None if None in held else (held[0][-1], held[1][-1])
+
+
+class PackedExpertsMethod(UnquantizedFusedMoEMethod):
+    """Computes experts whose weights are packed, or not. What loads them is a subclass's.
+
+    Attributes:
+        native: the kernels; None: PyTorch computes.
+    """
+
+    native: Native | None = None
+
+    def forward_cpu(self, layer: nn.Module, dispatch_output: StandardDispatchOutput) -> StandardCombineInput:
+        if formats_of(layer) is not None:
+            layer = _WithWideExperts(layer, self.native, dispatch_output.hidden_states.dtype)  # type: ignore[assignment]
+        found: StandardCombineInput = super().forward_cpu(layer, dispatch_output)
+        return found
+
+    forward_native = forward_cpu
+
+
+class WideExperts:
+    """The weights of packed experts in a dtype, each when it is asked for."""
+
+    def __init__(self, packed: Any, native: Native | None, dtype: torch.dtype) -> None:
+        self._packed, self._native, self._dtype = packed, native, dtype
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        part = Part(self._packed[expert], *self._packed.held)
+        return torch.cat([rows.clone() for rows in wide_slices(self._native, part, self._dtype)])
+
+
+class _WithWideExperts:
+    """A layer whose experts SGLang's method may take one by one."""
+
+    def __init__(self, layer: nn.Module, native: Native | None, dtype: torch.dtype) -> None:
+        self._layer = layer
+        self.w13_weight, self.w2_weight = (WideExperts(getattr(layer, name), native, dtype) for name in WEIGHTS)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)

@@ -252,6 +252,24 @@ def test_what_is_found_when_weights_are_loaded() -> None:
         one_sentence(str(caught.value))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_without_one_of_its_tensors_is_refused(kind: str, ranks: Callable[[int, int], None]) -> None:
+    ranks(0, 1)
+    given: Any = {"bias": False, "params_dtype": torch.float32, "quant_config": config_of(KINDS[kind][0])}
+    want, packed = grid(kind, OUT)
+    for name in packed:
+        layer = MergedColumnParallelLinear(IN, [OUT, OUT], **given)
+        load(layer, packed, 0)
+        load(layer, {other: tensor for other, tensor in packed.items() if other != name}, 1)
+        if name in ("g_idx", "weight_shape"):
+            finish(layer)
+            check(layer, torch.cat([want.wide()] * 2))
+            continue
+        with pytest.raises(ConfigError, match=rf"lacks its {name};|lacks scales or") as told:
+            finish(layer)
+        one_sentence(str(told.value))
+
+
 @pytest.mark.parametrize("kind", ["gptq", "awq", "w4a16", "w8a8"])
 def test_tensors_that_do_not_fit_are_refused(kind: str, ranks: Callable[[int, int], None]) -> None:
     ranks(0, 1)

@@ -42,6 +42,8 @@ from fluxion_sglang.weights import checkpoints
 from fluxion_sglang.weights.quantised import BLOCK, Quantised
 
 _MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_OPTIONAL = ("g_idx", "weight_shape", "input_scale", "input_zero_point")
+"""Of what a checkpoint has of a layer. The first two say what is the case anyway."""
 _INSTEAD = "give the model in another format, or in bfloat16"
 
 
@@ -136,9 +138,10 @@ class _IntQuantised(CompressedTensorsW8A8Int8):
 
 
 def _fitting(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`load`, which refuses what does not fit: SGLang asserts it without a word."""
+    """`load`, which counts what a parameter gets, and refuses what does not fit: SGLang asserts it without a word."""
 
     def loading(parameter: Any, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        parameter.loads = _loads(parameter) + 1
         try:
             return load(parameter, loaded, *args, **kwargs)
         except (AssertionError, RuntimeError, IndexError):
@@ -148,6 +151,10 @@ def _fitting(load: Callable[..., Any]) -> Callable[..., Any]:
             ) from None
 
     return loading
+
+
+def _loads(parameter: Any) -> int:
+    return getattr(parameter, "loads", 0)
 
 
 class CheckpointMethod(QuantisedMethod):
@@ -216,6 +223,9 @@ class CheckpointMethod(QuantisedMethod):
                 raise _unserved(
                     "a layer that its configuration says is quantised lacks scales or has some that are not finite"
                 )
+            for name in self._names:
+                if name not in _OPTIONAL and _loads(getattr(layer, name)) != _loads(scales):
+                    raise _unserved(f"a layer that its configuration says is quantised lacks its {name}")
             hold(layer, [self.scheme.quantised(layer)])
         self._drop(layer)
 

@@ -263,7 +263,7 @@ class TestOfAGgufFile:
             EXPERTS, HIDDEN, INNER, layer_id=0, top_k=CHOSEN, params_dtype=dtype, quant_config=GgufConfig(), **options
         )
 
-    @pytest.mark.parametrize("rows", [1, 9, EXPERTS * layers.MAX_QUANTISED_ROWS // CHOSEN + 1])
+    @pytest.mark.parametrize("rows", [1, 9, EXPERTS * layers.MAX_EXPERT_ROWS // CHOSEN + 1])
     @pytest.mark.parametrize("native", [False, True])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize(
@@ -286,8 +286,7 @@ class TestOfAGgufFile:
             install(layer)
         limit = {"rtol": 1e-3, "atol": 1e-3} if dtype is torch.float32 else tolerance(dtype)
         torch.testing.assert_close(computed(layer, x, choice), want, **limit)
-        most = layers.MAX_QUANTISED_ROWS if formats_of(layer) else layers.MAX_ROWS
-        assert NATIVE.calls == (native and rows * CHOSEN <= most * EXPERTS)
+        assert NATIVE.calls == (native and rows * CHOSEN <= layers.MAX_EXPERT_ROWS * EXPERTS)
 
     def test_they_take_no_other_weights(self) -> None:
         layer = self.empty(torch.float32)

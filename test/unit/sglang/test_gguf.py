@@ -162,7 +162,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("architecture", "says"),
         [
-            ("phi3", r"architecture is phi3, and GGUF files are served of llama .*, qwen3moe and gemma3"),
+            ("phi3", r"architecture is phi3, and only llama .*, qwen3moe and gemma3 are served"),
             ("qwen2moe", r"model \(qwen2moe\) has experts, which are served from GGUF files of qwen3moe alone"),
         ],
     )
@@ -222,7 +222,7 @@ class TestRefusals:
         for tensor in (ggml.Tensor((0,), 0, 0), ggml.Tensor((1 << 40,), 0, 0), ggml.Tensor((1, 32), 8, 0)):
             header.tensors["rope_freqs.weight"] = tensor
             why = gguf_model._unserved(header, ARGS)
-            assert why is not None and why[0] == "it scales positions in a way that is not known here"
+            assert why is not None and why[0] == "it scales positions in a way that this version does not know"
 
     def test_of_a_file_that_cannot_be_read(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"it cannot be read \(Is a directory\); give a file") as told:

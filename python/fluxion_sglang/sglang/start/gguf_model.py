@@ -219,6 +219,13 @@ def _other_shapes(header: Header) -> tuple[str, str] | None:
         **{f"ffn_{part}.weight": (inner, hidden) for part in ("gate", "up")},
         "ffn_down.weight": (hidden, inner),
     }
+    if header.architecture == _MIXTURE:
+        experts, inner = config["num_experts"], config["moe_intermediate_size"]
+        shapes |= {
+            ROUTER: (experts, hidden),
+            **{f"ffn_{part}_exps.weight": (experts, inner, hidden) for part in ("gate", "up")},
+            "ffn_down_exps.weight": (experts, hidden, inner),
+        }
     for name in names_of(header):
         found, want = header.tensors[name].shape, shapes.get(re.sub(r"^blk\.\d+\.", "", name), (hidden,))
         if found != want:

@@ -59,8 +59,8 @@ constexpr KernelTable make_table() {
           {write_token<T>, read_tile<T>, read_token<T>, page_minmax<T>, merge_minmax<M>, page_moments<T>,
            merge_state<M>},
           {features<M>, page_values<T>, add_rows, add_value<T>, dense},
-          {pack_linear<M>, linear<M>, linear_panels_of<T>(), pack_quantised<M>, linear_quantised<M>, widen_panel<M>,
-           rms_norm<M>, silu_mul<M>, gelu_mul<M>, rope<M>},
+          {pack_linear<M>, linear<M>, linear_panels_of<T>(), pack_quantised<M>, linear_quantised<M>,
+           widen_panel<M>, rms_norm<M>, silu_mul<M>, gelu_mul<M>, rope<M>},
           FLUXION_STRING(FLUXION_ISA),
           matrix_depth<T>(),
           read};

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
-from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.platforms import current_platform
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.sglang.start import gguf_model
 from fluxion_sglang.sglang.weights.experts import PackedExpertsMethod, computes_experts, hold_experts
-from fluxion_sglang.sglang.weights.methods import QuantisedMethod, hold
+from fluxion_sglang.sglang.weights.methods import PlainConfig, QuantisedMethod, hold
 from fluxion_sglang.weights import ggml
 from fluxion_sglang.weights.quantised import Quantised, pack, slices
 
@@ -100,29 +100,11 @@ def load_model(original: Callable[..., Any], loader: Any, *, model_config: Any, 
 # --- Layers ---
 
 
-class GgufConfig(QuantizationConfig):
+class GgufConfig(PlainConfig):
     """What SGLang asks about the format."""
 
     def get_name(self) -> str:
         return "gguf"
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> GgufConfig:
-        return cls()
-
-    def get_scaled_act_names(self) -> list[str]:
-        return []
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):

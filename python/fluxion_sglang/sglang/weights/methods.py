@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
-from sglang.srt.layers.quantization.base_config import LinearMethodBase
+from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
 from torch import nn
 from torch.nn import functional as F
 
@@ -98,6 +98,32 @@ def drop(layer: nn.Module) -> None:
     for name, *_ in getattr(layer, "quantised", ()):
         delattr(layer, name)
     layer.quantised = ()  # type: ignore[assignment]
+
+
+class OnCpu:
+    """What SGLang asks about a format, answered for the CPU."""
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    def get_scaled_act_names(self) -> list[str]:
+        return []
+
+
+class PlainConfig(OnCpu, QuantizationConfig):
+    """The configuration of a format that needs none. Its name, and the methods of layers, are a subclass's."""
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        return cls()
 
 
 class QuantisedMethod(LinearMethodBase):

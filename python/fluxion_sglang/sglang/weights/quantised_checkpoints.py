@@ -37,7 +37,7 @@ from torch import nn
 
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.sglang.start.cpu_platform import PortableCpuPlatform
-from fluxion_sglang.sglang.weights.methods import QuantisedMethod, hold, parts_of
+from fluxion_sglang.sglang.weights.methods import OnCpu, QuantisedMethod, hold, parts_of
 from fluxion_sglang.weights import checkpoints
 from fluxion_sglang.weights.quantised import BLOCK, Quantised
 
@@ -238,19 +238,7 @@ class CheckpointMethod(QuantisedMethod):
         self._make(layer)
 
 
-class _OnCpu:
-    """What SGLang asks about a format, answered for the CPU."""
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0
-
-    def get_scaled_act_names(self) -> list[str]:
-        return []
-
+class _OnCpu(OnCpu):
     def get_quant_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         """The method of a layer. That of a merged layer is found by the names of its parts, which are the names in the
         checkpoint. Raises ConfigError if the parts are quantised in different ways."""

@@ -15,7 +15,7 @@ import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
-from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.layers.quantization.unquant import (
     UnquantizedEmbeddingMethod,
     UnquantizedLinearMethod,
@@ -32,7 +32,16 @@ from fluxion_sglang.sglang.weights.experts import (
     formats_of,
     hold_experts,
 )
-from fluxion_sglang.sglang.weights.methods import Native, QuantisedMethod, drop, hold, packed, parts_of, wide_slices
+from fluxion_sglang.sglang.weights.methods import (
+    Native,
+    PlainConfig,
+    QuantisedMethod,
+    drop,
+    hold,
+    packed,
+    parts_of,
+    wide_slices,
+)
 from fluxion_sglang.weights.quantised import BLOCK, Format, Quantised, slices
 
 FORMAT = Format(8, BLOCK, minima=False)
@@ -69,29 +78,11 @@ def register() -> None:
     QUANTIZATION_METHODS[NAME] = RoundingConfig
 
 
-class RoundingConfig(QuantizationConfig):
+class RoundingConfig(PlainConfig):
     """What SGLang asks about the name."""
 
     def get_name(self) -> str:
         return NAME
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> RoundingConfig:
-        return cls()
-
-    def get_scaled_act_names(self) -> list[str]:
-        return []
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, FusedMoE):

@@ -74,12 +74,13 @@ experts = Table(
         "rows | experts read | by | of the stream | over ours",
         "{rows} | {active:.0f} | {who} | {of_stream:.0%} | {over_ours:.2f}x",
     ),
-    "One layer of Qwen3-30B-A3B: 128 experts of 2,048 x 768, 8 for a row. Medians of {rounds} interleaved rounds.",
+    "A layer of Qwen3-30B-A3B: 128 experts of 2,048 x 768, 8 for a row. Medians of {rounds} interleaved rounds.",
 )
 same_file = Table(
     "same_file.json",
     {
-        "file, batch (0: its prompt, tokens/s)": "{model}, {batch}",
+        "file": "{model}",
+        "what": "{what}",
         "tokens before": "{depth:,}",
         **{
             name: f"{{each[{way}]:.1f}}"
@@ -93,7 +94,12 @@ same_file = Table(
         },
         "`full` / fastest llama.cpp": "{ratio[Fluxion `full`]:.2f}x",
     },
-    "Milliseconds of a decode step. Medians of {rounds} rounds in turns, each of {steps} steps.",
+    "Steps: milliseconds, less is better. Prompts: tokens a second, more is better. Medians of {steps} steps; "
+    "rounds in turns: {rounds}.",
+    lambda data: (
+        {**row, "what": f"step, batch {row['batch']}" if row["batch"] else "prompt"}
+        for row in sorted(data["rows"], key=lambda row: (row["model"], row["batch"] == 0, row["batch"], row["depth"]))
+    ),
 )
 int8_weights = Table(
     "int8_weights.json",

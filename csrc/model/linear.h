@@ -33,7 +33,7 @@ struct LinearLayer {
 // Of `LinearLayer::order`; anything else: the weights are rows.
 inline constexpr int32_t kPackedOrder = 1;
 
-// Of x, what a core's nearest cache holds while weights pass through it (LinearArgs::near_bytes).
+// Bytes of x that a core's nearest cache holds while weights pass through it (LinearArgs::near_bytes).
 int64_t near_bytes();
 
 // Memory for what every layer needs while it runs. It grows to the largest layer that has come.

@@ -225,7 +225,7 @@ class FluxionConfig:
         0.0,
         "Device memory in GiB of each rank for copies of tiles that were read lately; 0 is none. Above 0 the GPU ranks "
         "blocks itself, by metadata of the whole host pool that it keeps (a sixteenth of the pool), reads the chosen "
-        "tiles of which it has copies, and leaves the rest to the CPU. It does so where all requests of a step follow "
+        "tiles that it has copied, and leaves the rest to the CPU. It does so where all requests of a step follow "
         "full, fixed or streaming; in other steps the CPU ranks and reads.",
         "4",
         lambda gib: gib >= 0,

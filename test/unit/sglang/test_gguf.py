@@ -308,7 +308,7 @@ class TestTheFolder:
     def test_needs_a_home_or_a_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         header = gguf_model.check(write(tmp_path), ARGS)
         monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(Path, "home", lambda: Path("~nobody-at-all").expanduser())
+        monkeypatch.setattr(Path, "home", lambda: Path("~no-such-user").expanduser())
         with pytest.raises(ConfigError, match="this user has no home; set XDG_CACHE_HOME") as told:
             gguf_model.prepared(header, tokenizer=False)
         one_sentence(str(told.value))

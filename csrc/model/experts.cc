@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cmath>
 #include <cstring>
 
 namespace fluxion {
@@ -47,6 +48,12 @@ void round_to(float x, float* to) { *to = x; }
 void round_to(float x, uint16_t* to) {
   const auto bits = std::bit_cast<uint32_t>(x);
   *to = static_cast<uint16_t>(x != x ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// gpt-oss, of a gate and an up that are not clamped yet.
+float clamped_swiglu(float gate, float up, float alpha, float limit) {
+  gate = std::min(gate, limit);
+  return gate / (1 + std::exp(-alpha * gate)) * (std::clamp(up, -limit, limit) + 1);
 }
 
 // `all` outputs, cut into pieces of `size`, whole panels.
@@ -158,11 +165,16 @@ class Block {
   }
 
   void multiply(const ExpertWeights& weights, const ChosenExpert& e, int64_t x, int in, int64_t first,
-                int count, void* out) const {
+                int count, T* out) const {
     const LinearArgs args{
         memory_ + x, e.rows,        in, weights.at + e.expert * weights.apart, in, nullptr, count,
         near_,       weights.format};
     (weights.format.bits > 0 ? kernels_.linear_quantised : kernels_.linear)(args, first, count, out);
+    if (weights.bias == nullptr) return;
+    const float* bias = weights.bias + int64_t{e.expert} * weights.outputs + first;
+    for (int i = 0; i < e.rows; ++i) {
+      for (int j = 0; j < count; ++j) round_to(to_float(out[i * count + j]) + bias[j], out + i * count + j);
+    }
   }
 
   void pack_rows(const ChosenExpert& e, int worker) const {
@@ -180,13 +192,24 @@ class Block {
   void gate_and_up(ChosenExpert& e, int64_t piece, int worker) const {
     const int first = gate_up_.first(piece), count = gate_up_.outputs(piece);
     T* gates = reinterpret_cast<T*>(room(worker));
-    T* ups = gates + int64_t{e.rows} * count;
-    multiply(layer_.gate_up, e, e.x, layer_.hidden, first, count, gates);
-    multiply(layer_.gate_up, e, e.x, layer_.hidden, int64_t{layer_.inner} + first, count, ups);
-    const auto act = layer_.gelu ? kernels_.gelu_mul : kernels_.silu_mul;
     T* acts = acts_ + e.first * layer_.inner;
-    for (int64_t i = 0; i < e.rows; ++i)
-      act(gates + i * count, ups + i * count, count, acts + i * layer_.inner + first);
+    if (layer_.limit > 0) {
+      multiply(layer_.gate_up, e, e.x, layer_.hidden, 2 * int64_t{first}, 2 * count, gates);
+      for (int64_t i = 0; i < e.rows; ++i) {
+        const T* both = gates + 2 * i * count;
+        for (int j = 0; j < count; ++j) {
+          round_to(clamped_swiglu(to_float(both[2 * j]), to_float(both[2 * j + 1]), layer_.alpha, layer_.limit),
+                   acts + i * layer_.inner + first + j);
+        }
+      }
+    } else {
+      T* ups = gates + int64_t{e.rows} * count;
+      multiply(layer_.gate_up, e, e.x, layer_.hidden, first, count, gates);
+      multiply(layer_.gate_up, e, e.x, layer_.hidden, int64_t{layer_.inner} + first, count, ups);
+      const auto act = layer_.gelu ? kernels_.gelu_mul : kernels_.silu_mul;
+      for (int64_t i = 0; i < e.rows; ++i)
+        act(gates + i * count, ups + i * count, count, acts + i * layer_.inner + first);
+    }
     if (std::atomic_ref(e.left).fetch_sub(1, std::memory_order_acq_rel) == 1)
       pack(layer_.down, acts, layer_.inner, e.rows, layer_.inner, e.act);
   }

@@ -11,16 +11,21 @@
 namespace fluxion {
 
 // One weight matrix of all experts, `apart` bytes from one expert to the next. format.bits is 0: rows of the
-// layer's dtype; else panels (QuantisedFormat).
+// layer's dtype; else panels (QuantisedFormat). bias: [experts][outputs], or null.
 struct ExpertWeights {
   const char* at;
   int64_t apart;
   QuantisedFormat format;
+  const float* bias;
+  int outputs;
 };
 
 // out = sum over the experts of a row of weight * (act(x gate^T) * (x up^T)) down^T. The results of linear
 // layers, of act and of its product with up are rounded to the dtype. The sum is float32, in the order of the
 // experts' numbers, and is rounded once.
+//
+// With a limit above 0 (gpt-oss) the rows of gate_up alternate between gate and up, and the input of down is
+// gate sigmoid(alpha gate) (up + 1), gate at most the limit and up between -limit and limit.
 struct ExpertsLayer {
   Rows x, out;  // of `hidden` elements
   int64_t rows;
@@ -29,6 +34,7 @@ struct ExpertsLayer {
   const float* weights;         // [rows][chosen]
   ExpertWeights gate_up, down;  // [2 inner][hidden], gates first; [hidden][inner]
   bool gelu;                    // act is GELU in its tanh form, else SiLU
+  float alpha, limit;
 };
 
 // Rows that chose one expert.

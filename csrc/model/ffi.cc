@@ -264,7 +264,8 @@ auto rope_step(Layers layers, TensorView positions, TensorView q, TensorView k, 
 
 // What all layers of experts are given, and their shape but for the weights.
 ExpertsLayer experts_layer(DType dtype, const TensorView& x, const TensorView& ids, const TensorView& weights,
-                           const TensorView& gate_up, bool gelu, const TensorView& out) {
+                           const TensorView& gate_up, bool gelu, double alpha, double limit,
+                           const TensorView& out) {
   const DLDataType type = type_of(dtype);
   expect(x, "x", type, {-1, -1}, 1);
   expect(ids, "ids", kInt32, {x.size(0), -1}, 2);
@@ -281,12 +282,17 @@ ExpertsLayer experts_layer(DType dtype, const TensorView& x, const TensorView& i
   layer.ids = data<int32_t>(ids);
   layer.weights = data<float>(weights);
   layer.gelu = gelu;
+  layer.alpha = static_cast<float>(alpha);
+  layer.limit = static_cast<float>(limit);
   if (layer.hidden < 1) Raise("ValueError") << "x has no columns; experts multiply at least one.";
   return layer;
 }
 
-ExpertWeights expert_weights(const TensorView& weights, QuantisedFormat format = {}) {
-  return {data<char>(weights), weights.stride(0) * weights.dtype().bits / 8, format};
+ExpertWeights expert_weights(const TensorView& weights, const ffi::Optional<TensorView>& bias,
+                             const char* name, int outputs, QuantisedFormat format = {}) {
+  if (bias.has_value()) expect(bias.value(), name, kFloat32, {weights.size(0), outputs}, 2);
+  return {data<char>(weights), weights.stride(0) * weights.dtype().bits / 8, format,
+          bias.has_value() ? data<float>(bias.value()) : nullptr, outputs};
 }
 
 auto run_experts(const Layers& layers, DType dtype, const ExpertsLayer& layer) {
@@ -301,26 +307,29 @@ auto run_experts(const Layers& layers, DType dtype, const ExpertsLayer& layer) {
 }
 
 auto experts_step(Layers layers, TensorView x, TensorView ids, TensorView weights, TensorView gate_up,
-                  TensorView down, bool gelu, TensorView out) {
+                  ffi::Optional<TensorView> gate_up_bias, TensorView down,
+                  ffi::Optional<TensorView> down_bias, bool gelu, double alpha, double limit,
+                  TensorView out) {
   const DType dtype = dtype_of(x);
-  ExpertsLayer layer = experts_layer(dtype, x, ids, weights, gate_up, gelu, out);
+  ExpertsLayer layer = experts_layer(dtype, x, ids, weights, gate_up, gelu, alpha, limit, out);
   expect(gate_up, "gate_up", type_of(dtype), {-1, -1, layer.hidden}, 2);
   layer.inner = int_size(gate_up.size(1) / 2, "gate_up");
   if (layer.inner < 1 || gate_up.size(1) % 2 != 0)
     Raise("ValueError") << "gate_up has " << gate_up.size(1)
                         << " rows an expert; it has one or more of the gate and as many of up.";
   expect(down, "down", type_of(dtype), {layer.experts, layer.hidden, layer.inner}, 2);
-  layer.gate_up = expert_weights(gate_up);
-  layer.down = expert_weights(down);
+  layer.gate_up = expert_weights(gate_up, gate_up_bias, "gate_up_bias", 2 * layer.inner);
+  layer.down = expert_weights(down, down_bias, "down_bias", layer.hidden);
   return run_experts(layers, dtype, layer);
 }
 
 auto experts_quantised_step(Layers layers, TensorView x, TensorView ids, TensorView weights,
-                            TensorView gate_up, int64_t bits, int64_t group, bool minima, TensorView down,
-                            int64_t down_bits, int64_t down_group, bool down_minima, bool gelu,
-                            TensorView out) {
+                            TensorView gate_up, int64_t bits, int64_t group, bool minima,
+                            ffi::Optional<TensorView> gate_up_bias, TensorView down, int64_t down_bits,
+                            int64_t down_group, bool down_minima, ffi::Optional<TensorView> down_bias,
+                            bool gelu, double alpha, double limit, TensorView out) {
   const DType dtype = dtype_of(x);
-  ExpertsLayer layer = experts_layer(dtype, x, ids, weights, gate_up, gelu, out);
+  ExpertsLayer layer = experts_layer(dtype, x, ids, weights, gate_up, gelu, alpha, limit, out);
   const QuantisedFormat format = expect_format(bits, group, minima, layer.hidden);
   expect(gate_up, "gate_up", kUInt8, {-1, -1, panel_bytes(format, layer.hidden)}, 2);
   // Whole panels of the gate, and as many of what it gates: inputs of the other product are in blocks.
@@ -333,8 +342,8 @@ auto experts_quantised_step(Layers layers, TensorView x, TensorView ids, TensorV
          {layer.experts, (layer.hidden + kQuantisedPanel - 1) / kQuantisedPanel,
           panel_bytes(other, layer.inner)},
          2);
-  layer.gate_up = expert_weights(gate_up, format);
-  layer.down = expert_weights(down, other);
+  layer.gate_up = expert_weights(gate_up, gate_up_bias, "gate_up_bias", 2 * layer.inner, format);
+  layer.down = expert_weights(down, down_bias, "down_bias", layer.hidden, other);
   return run_experts(layers, dtype, layer);
 }
 

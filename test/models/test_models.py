@@ -76,17 +76,16 @@ def test_family(family: str, tmp_path: Path) -> None:
     assert found[-1]["cached"] == 1500 // 16 * 16
 
 
-@pytest.mark.parametrize("family", zoo.BY_TRANSFORMERS)
+@pytest.mark.parametrize("family", [*zoo.BY_TRANSFORMERS, *zoo.VISION_LANGUAGE])
 def test_family_that_plain_sglang_does_not_serve(family: str, tmp_path: Path) -> None:
     import torch
-    import transformers
 
     folder = zoo.build(family, tmp_path)
     backend, found = answers({**OPTIONS, "model_path": folder, "enable_fluxion": True}, CONVERSATIONS)
     assert backend == "fluxion"
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = (
+        zoo.auto_class(family).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    )
     for asked, one in zip([request for requests in CONVERSATIONS for request in requests], found, strict=True):
         ids = torch.tensor([asked["input_ids"]])
         with torch.no_grad():

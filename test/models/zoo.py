@@ -18,6 +18,10 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 HEADS_OF_32 = {"head_dim": 32, "hidden_size": 256}
 EXPERTS = {**HEADS_OF_32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+GLM_EXPERTS = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 1024,
@@ -52,6 +56,11 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "mixtral": _of("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "qwen3-moe": _of("Qwen3MoeConfig", **EXPERTS),
     "olmoe": _of("OlmoeConfig", **EXPERTS, num_key_value_heads=8),
+    "glm4-moe": _of("Glm4MoeConfig", **GLM_EXPERTS),
+    "minimax-m2": _of(
+        "MiniMaxM2Config", num_local_experts=4, num_experts_per_tok=2, intermediate_size=64, scoring_func="sigmoid",
+        use_qk_norm=True, qk_norm_type="per_layer", rotary_dim=16, use_routing_bias=True,
+    ),
 }
 
 # Layers with a window, by turns with those that see everything. Windows are shorter and longer than what Fluxion keeps
@@ -67,6 +76,78 @@ FAMILIES |= {
     "mistral-window": _of("MistralConfig", sliding_window=200),
     "qwen2-window": _of("Qwen2Config", use_sliding_window=True, sliding_window=200, max_window_layers=1),
 }
+
+# --- Vision-language checkpoints ---
+
+VISION: dict[str, Any] = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": 256,
+}  # fmt: skip
+"""A vision tower, by the names of all families."""
+
+
+def _with_vision(name: str, text: dict[str, Any], vision: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A vision-language configuration; `text` comes after COMMON."""
+
+    def config() -> transformers.PretrainedConfig:
+        text_config = {**COMMON, **HEADS_OF_32, **text}
+        tied = text_config["tie_word_embeddings"]
+        return getattr(transformers, name)(
+            text_config=text_config,
+            vision_config={**VISION, **(vision or {})},
+            **{"tie_word_embeddings": tied, **{key: COMMON[key] for key in ("bos_token_id", "eos_token_id")}, **options},
+        )
+
+    return config
+
+
+def _sections(*sections: int, **more: Any) -> dict[str, Any]:
+    """Rotary embedding with positions in three parts."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections), **more}
+    return {"rope_parameters": rope}
+
+
+VISION_LANGUAGE: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "qwen3-vl": _with_vision(
+        "Qwen3VLConfig", _sections(8, 4, 4, mrope_interleaved=True), {"deepstack_visual_indexes": [0]}
+    ),
+    "qwen3-vl-moe": _with_vision(
+        "Qwen3VLMoeConfig",
+        {**EXPERTS, **_sections(8, 4, 4, mrope_interleaved=True)},
+        {"deepstack_visual_indexes": [0]},
+    ),
+    "qwen2.5-vl": _with_vision("Qwen2_5_VLConfig", _sections(8, 4, 4), {"hidden_act": "silu"}),
+    "gemma3-vl": _with_vision(
+        "Gemma3Config",
+        {**BY_TURNS, "sliding_window": 100, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+        mm_tokens_per_image=1,
+    ),
+    "mistral3": _with_vision("Mistral3Config", {"model_type": "mistral", "sliding_window": None}),
+    "glm4v": _with_vision("Glm4vConfig", _sections(2, 3, 3, partial_rotary_factor=0.5)),
+    "glm4v-moe": _with_vision(
+        "Glm4vMoeConfig",
+        {**GLM_EXPERTS, **_sections(2, 3, 3, partial_rotary_factor=0.5)},
+    ),
+    "internvl": _with_vision("InternVLConfig", {"model_type": "qwen2"}),
+    "smolvlm": _with_vision("SmolVLMConfig", {"model_type": "llama"}),
+    "cohere2-vision": _with_vision(
+        "Cohere2VisionConfig",
+        # SGLang's Cohere 2 has windows of a token more than transformers', so prompts are shorter than this one.
+        {"model_type": "cohere2", **BY_TURNS, "sliding_window": 8192, "tie_word_embeddings": True},
+    ),
+    "ministral3": _with_vision(
+        "Mistral3Config",
+        {
+            "model_type": "ministral3",
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024,
+                "llama_4_scaling_beta": 0.1, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+}  # fmt: skip
+"""Of these the language model is served alone. Plain SGLang serves few of them on a CPU."""
+
 BY_TRANSFORMERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     # SGLang's attention on a CPU leaves the cap of its logits out.
     "gemma2": _of(
@@ -76,11 +157,17 @@ BY_TRANSFORMERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         sliding_window=100,
         query_pre_attn_scalar=32,
         attn_logit_softcapping=3.0,
-        final_logit_softcapping=None,  # SGLang's kernel for it is a GPU's
+        final_logit_softcapping=2.0,
         tie_word_embeddings=True,
     ),
     "granite-sinks": _of(
         "GraniteSWAConfig", **BY_TURNS, sliding_window=150, rope_theta=10000.0, layer_rope_theta=[10000.0, 10000.0]
+    ),
+    # Of these SGLang has a kernel for GPUs alone.
+    "qwen2-moe": _of("Qwen2MoeConfig", **EXPERTS, shared_expert_intermediate_size=96, norm_topk_prob=True),
+    "gpt-oss": _of(
+        "GptOssConfig", **BY_TURNS, num_local_experts=4, num_experts_per_tok=2, intermediate_size=64, sliding_window=100,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
 }
 """Families whose attention plain SGLang does not have on a CPU: the reference is transformers' own."""
@@ -88,17 +175,23 @@ BY_TRANSFORMERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 WIDE = {"llama-wide": _of("LlamaConfig", hidden_size=4160, intermediate_size=512)}
 """So many inputs that weights are packed."""
 
-EMBEDDINGS = {"olmo2": 1.0, "gemma2": 0.001, "gemma3": 0.001}
+EMBEDDINGS = {"olmo2": 1.0, "gemma2": 0.001, "gemma3": 0.001, "gemma3-vl": 0.001}
 """Of families where norms follow attention: small ones would be lost beside what it adds. Those that are also the last
 layer of a family would repeat the last token if they were large.
 """
 
 
+def auto_class(family: str) -> Any:
+    """What makes transformers' model of the family."""
+    name = "AutoModelForImageTextToText" if family in VISION_LANGUAGE else "AutoModelForCausalLM"
+    return getattr(transformers, name)
+
+
 def build(family: str, folder: Path) -> str:
     """Write a model of the family to `folder`, float32, weights from seed 0, and return its path."""
     torch.manual_seed(0)
-    config = (FAMILIES | BY_TRANSFORMERS | WIDE)[family]()
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    config = (FAMILIES | BY_TRANSFORMERS | VISION_LANGUAGE | WIDE)[family]()
+    model = auto_class(family).from_config(config).float()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             # Default initialisation makes attention uniform; biases and norms of 0 and 1 would hide a lost one.

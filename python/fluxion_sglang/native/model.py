@@ -133,6 +133,8 @@ class NativeLayers:
         forms: tuple[Format, Format] | None = None,
         *,
         gelu: bool = False,
+        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+        clamped: tuple[float, float] | None = None,
     ) -> torch.Tensor:
         """The sum, over the experts that a row chose, of weight * (act(x gate^T) * (x up^T)) down^T; [rows, hidden].
 
@@ -146,17 +148,22 @@ class NativeLayers:
                 with `forms` uint8: the panels of each expert, [experts, panels, bytes], and inner is a multiple of 32.
                 Experts may be apart by any stride.
             forms: of quantised weights, those of gate_up and of down.
+            biases: of gate_up and of down, [experts, outputs] float32, added to rounded products.
+            clamped: alpha and limit of gpt-oss. Rows of gate_up alternate between gate and up, and the input of down is
+                gate * sigmoid(alpha * gate) * (up + 1); gate is at most the limit, up between -limit and limit.
 
         Raises:
             ValueError: shapes, dtypes or strides that do not fit.
             IndexError: an expert that is not there. Nothing is computed then.
         """
         out = x.new_empty(x.shape)
+        (bias, down_bias), act = biases or (None, None), (gelu, *(clamped or (0.0, 0.0)))
         if forms is None:
-            self.compute("experts", x, ids, weights, gate_up, down, gelu, out)
+            self.compute("experts", x, ids, weights, gate_up, bias, down, down_bias, *act, out)
         else:
             one, other = ((form.bits, form.group, form.minima) for form in forms)
-            self.compute("experts_quantised", x, ids, weights, gate_up, *one, down, *other, gelu, out)
+            name = "experts_quantised"
+            self.compute(name, x, ids, weights, gate_up, *one, bias, down, *other, down_bias, *act, out)
         return out
 
     def widen(self, weights: torch.Tensor, form: Format, out: torch.Tensor) -> None:

@@ -96,6 +96,11 @@ GGUF_MODEL = Need(_LOADER, "GGUFModelLoader.load_model", ("self", "model_config"
 GGUF_ABSENT = Need(
     "sglang.srt.model_loader.weight_utils", "get_gguf_extra_tensor_names", ("gguf_file", "gguf_to_hf_name_map")
 )
+WEIGHTS = Need(
+    _LOADER,
+    "DefaultModelLoader._get_weights_iterator",
+    ("self", "source", "resolved_source", "startup_prefetch_started", "startup_prefetch_active"),
+)
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager"
 CHECK_PROMPT = Need(_TOKENIZER, "TokenizerManager._validate_one_request", ("self", "obj", "input_ids"))
 MAKE_SCHEDULER = Need("sglang.srt.managers.scheduler", "Scheduler.__init__")
@@ -107,6 +112,7 @@ END_CHUNKED = Need(_SCHEDULER, "Scheduler.process_pending_chunked_abort", ("self
 _TABLE = "sglang.srt.mem_cache.memory_pool"
 FREE_ROWS = Need(_TABLE, "ReqToTokenPool.free_rows", ("self", "indices"))
 CLEAR_ROWS = Need(_TABLE, "ReqToTokenPool.clear", ("self",))
+MAKE_LORA = Need("sglang.srt.lora.lora_manager", "LoRAManager.__init__")
 _SESSION = "sglang.srt.session.streaming_session"
 MATCH_SESSION = Need(_SESSION, "StreamingSession.try_match_prefix", ("self", "params"))
 END_TURN = Need(_SESSION, "StreamingSession.try_cache_finished_req", ("self", "req"))
@@ -275,8 +281,9 @@ _NAMES = {
     "arg_groups.overrides": ("declare_resolution", "resolving_view", "attention_backends_of", "model_config_of"),
     "model_executor.cuda_graph_config": ("with_phase", "Phase.ALL", "Backend.DISABLED", "Backend.FULL"),
     "configs.model_config": ("AttentionArch.MHA",),
+    "configs.model_config_parser_registry": ("ModelConfigParserBase", "register_model_config_parser"),
     "environ": ("envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",),
-    "runtime_context": ("get_context", "get_disagg", "get_parallel"),
+    "runtime_context": ("get_context", "get_disagg", "get_model", "get_parallel"),
     "mem_cache.memory_pool": ("KVCache",),
     "managers.schedule_batch": (
         *("FINISH_ABORT", "ScheduleBatch.decoding_reqs", "Req.reset_for_retract", "ReqKvInfo", "release_req", "re"),
@@ -329,6 +336,9 @@ NEEDS = (
     GGUF_WEIGHTS,
     GGUF_MODEL,
     GGUF_ABSENT,
+    WEIGHTS,
+    MAKE_LORA,
+    Need("sglang.srt.lora.backend.torch_backend", "TorchNativeLoRABackend"),
     FREE_ROWS,
     CLEAR_ROWS,
     MATCH_SESSION,

@@ -56,6 +56,7 @@ HOOKS: dict[compat.Need, Callable[..., Any]] = {
     compat.BUILD_POOL: _ours("memory.pools", "build_token_to_kv_pool"),
     compat.FUSED_KV_WRITE: _ours("memory.pools", "enable_fused_set_kv_buffer"),
     compat.RUN_BATCH: _chain("forward_batch_generation", "pacing.pacer", "containment.passes", "requests.requests"),
+    compat.MAKE_LORA: _ours("steps.stand_ins", "make_lora_manager"),
     compat.FREE_ROWS: _ours("requests.rows", "free_rows"),
     compat.CLEAR_ROWS: _ours("requests.rows", "clear"),
     compat.MATCH_SESSION: _ours("requests.sessions", "try_match_prefix"),
@@ -68,6 +69,7 @@ HOOKS: dict[compat.Need, Callable[..., Any]] = {
     compat.GGUF_WEIGHTS: _ours("weights.gguf", "get_weights_iterator"),
     compat.GGUF_MODEL: _ours("weights.gguf", "load_model"),
     compat.GGUF_ABSENT: _ours("weights.gguf", "get_gguf_extra_tensor_names"),
+    compat.WEIGHTS: _ours("start.language_model", "get_weights_iterator"),
     # Containment (containment/__init__.py), in the order in which a request meets it.
     compat.GENERATE: _ours("containment.door", "generate_request"),
     compat.COUNT_ANSWERS: _ours("containment.door", "normalize_batch_and_arguments"),
@@ -130,10 +132,12 @@ def install() -> None:
     compat.check()
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 
+    from fluxion_sglang.sglang.start import language_model
     from fluxion_sglang.sglang.weights import quantised_checkpoints, rounding
 
     rounding.register()
     quantised_checkpoints.register()
+    language_model.register()
     put_in(HOOKS)
     if compat.BACKEND not in ATTENTION_BACKENDS:
         register_attention_backend(compat.BACKEND)(_make_backend)

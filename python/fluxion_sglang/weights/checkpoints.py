@@ -58,6 +58,34 @@ def pack_quantised(packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tens
     return _quantised(_unpacked(packed, bits), middle if zeros is None else _unpacked(zeros.T, bits).T, scales, bits)
 
 
+_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+"""Twice the value of each number of 4 bits (E2M1)."""
+MXFP4 = Format(8, 32, minima=False)
+"""What `mxfp4` makes of a weight."""
+_LEAST_EXPONENT = -24
+"""Of a power of two in float16."""
+
+
+def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Quantised:
+    """A weight of MXFP4, in 8 bits. That is exact, but for numbers below 2^-24, which are rounded to a multiple of it.
+
+    Args:
+        blocks: [outputs, inputs / 2] uint8, two numbers (E2M1) a byte, the first in its lower half.
+        scales: [outputs, inputs / 32] uint8, exponents of 32 inputs (E8M0), 127 above what they are.
+
+    Raises:
+        ValueError: a scale is not a number, or above what the kernels take.
+    """
+    exponents = scales.int() - 128  # of half the value
+    if int(exponents.max()) > 15:
+        raise ValueError("a scale of the weights is above 65504 or not a number, and the kernels take scales as float16.")
+    integers = torch.stack([_E2M1[(blocks & 15).int()], _E2M1[(blocks >> 4).int()]], -1).flatten(1)
+    if (below := (_LEAST_EXPONENT - exponents).clamp(min=0)).any():
+        factor = torch.exp2(-below.float()).repeat_interleave(32, 1)
+        integers = (integers * factor).round().to(torch.int8)
+    return Quantised(integers, torch.exp2((exponents + below).float()), None, MXFP4)
+
+
 def int_quantised(weight: torch.Tensor, scales: torch.Tensor) -> Quantised:
     """A weight of compressed-tensors in the format int-quantized.
 

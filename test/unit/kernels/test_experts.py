@@ -29,9 +29,12 @@ class Experts(NamedTuple):
     forms: tuple[Format, Format] | None
     exact_gate_up: torch.Tensor
     exact_down: torch.Tensor
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
+    clamped: tuple[float, float] | None = None
 
     def run(self, layers: NativeLayers, x: torch.Tensor, choice: Choice, gelu: bool = False) -> torch.Tensor:
-        return layers.experts(x, *choice, self.gate_up, self.down, self.forms, gelu=gelu)
+        act = {"biases": self.biases, "clamped": self.clamped, "gelu": gelu}
+        return layers.experts(x, *choice, self.gate_up, self.down, self.forms, **act)
 
 
 class Choice(NamedTuple):
@@ -54,6 +57,12 @@ def made(count: int, hidden: int, inner: int, dtype: torch.dtype, form: Format |
     return Experts(*packed, (form, form), *exact)
 
 
+def biased(of: Experts, clamped: tuple[float, float] | None, seed: int) -> Experts:
+    generator = torch.Generator().manual_seed(seed)
+    biases = [torch.randn(len(of.gate_up), n, generator=generator) for n in (of.exact_gate_up.shape[1], of.exact_down.shape[1])]
+    return of._replace(biases=tuple(biases), clamped=clamped)
+
+
 def smaller(weight: Quantised, inputs: int) -> Quantised:
     """The same with weights of about 1 / sqrt(inputs)."""
     factor = 2.0 ** -round(math.log2(inputs) / 2 + (6 if weight.format.bits == 8 else 3))
@@ -71,19 +80,23 @@ def chosen(rows: int, k: int, count: int, seed: int, repeat: bool = False) -> Ch
 def exactly(x: torch.Tensor, choice: Choice, of: Experts, gelu: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The result in float64, and what its rounding errors are a fraction of."""
     act = (lambda g: F.gelu(g, approximate="tanh")) if gelu else F.silu
+    bias, down_bias = (part.double() for part in of.biases) if of.biases else (0 * of.exact_gate_up[..., 0], 0 * of.exact_down[..., 0])
     out, size = torch.zeros(x.shape, dtype=torch.float64), torch.zeros(x.shape, dtype=torch.float64)
     for row, (ids, weights) in enumerate(zip(*choice, strict=True)):
         for expert, weight in zip(ids.tolist(), weights.double(), strict=True):
-            (gate, up), (w, down) = (
-                (of.exact_gate_up[expert] @ x[row].double()).chunk(2),
-                (
-                    of.exact_gate_up[expert].abs() @ x[row].double().abs(),
-                    of.exact_down[expert],
-                ),
-            )
-            out[row] += weight * (down @ (act(gate) * up))
-            gates, ups = w.chunk(2)
-            size[row] += weight * (down.abs() @ ((gates + 1) * ups))
+            both = of.exact_gate_up[expert] @ x[row].double() + bias[expert]
+            most = of.exact_gate_up[expert].abs() @ x[row].double().abs() + bias[expert].abs()
+            down = of.exact_down[expert]
+            if of.clamped is None:
+                (gate, up), (gates, ups) = both.chunk(2), most.chunk(2)
+                inner = act(gate) * up
+            else:
+                alpha, limit = of.clamped
+                (gate, up), (gates, ups) = both.view(-1, 2).T, most.view(-1, 2).T + 1
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+                inner = gate * torch.sigmoid(alpha * gate) * (up + 1)
+            out[row] += weight * (down @ inner + down_bias[expert])
+            size[row] += weight * (down.abs() @ ((gates + 1) * ups) + down_bias[expert].abs())
     return out, size
 
 
@@ -94,13 +107,18 @@ def one_by_one(layers: NativeLayers, x: torch.Tensor, choice: Choice, of: Expert
         total = torch.zeros(x.shape[1])
         for slot in ids.sort(stable=True).indices.tolist():
             gate_up, down = of.gate_up[ids[slot]], of.down[ids[slot]]
+            bias, down_bias = (part[ids[slot]] for part in of.biases) if of.biases else (None, None)
             if of.forms is None:
-                inner = layers.gate_mul(layers.linear(x[row : row + 1], gate_up), gelu=gelu)
-                one = layers.linear(inner, down)
+                both = layers.linear(x[row : row + 1], gate_up)
             else:
                 both = layers.linear_quantised(x[row : row + 1], gate_up, of.forms[0], outputs=len(gate_up) * 16)
-                inner = layers.gate_mul(both, gelu=gelu)
+            both = both if bias is None else (both.float() + bias).to(x.dtype)
+            inner = layers.gate_mul(both, gelu=gelu)
+            if of.forms is None:
+                one = layers.linear(inner, down)
+            else:
                 one = layers.linear_quantised(inner, down, of.forms[1], outputs=x.shape[1])
+            one = one if down_bias is None else (one.float() + down_bias).to(x.dtype)
             total += weights[slot] * one[0].float()
         out[row] = total.to(x.dtype)
     return out
@@ -116,6 +134,8 @@ def one_by_one(layers: NativeLayers, x: torch.Tensor, choice: Choice, of: Expert
     inner=st.sampled_from([1, 7, 33, 64, 150]),
     form=forms,
     gelu=st.booleans(),
+    with_bias=st.booleans(),
+    clamped=st.sampled_from([None, (1.702, 7.0), (1.0, 0.5)]),
     repeat=st.booleans(),
     gap=st.sampled_from([0, 5]),
     seed=seeds,
@@ -131,6 +151,8 @@ def test_experts(
     inner: int,
     form: Format | None,
     gelu: bool,
+    with_bias: bool,
+    clamped: tuple[float, float] | None,
     repeat: bool,
     gap: int,
     seed: int,
@@ -140,20 +162,25 @@ def test_experts(
     x = strided(torch.Generator().manual_seed(seed), rows, hidden, gap, dtype)
     choice = chosen(rows, min(k, count), count, seed, repeat)
     of, layers = made(count, hidden, inner, dtype, form, seed), NativeLayers(WORKERS, isa)
+    of = biased(of, clamped, seed) if with_bias else of._replace(clamped=clamped)
     got = of.run(layers, x, choice, gelu)
     want, size = exactly(x, choice, of, gelu)
     unit = 2.0**-6 if dtype is torch.bfloat16 else (hidden + inner) * 2.0**-23 + 2.0**-19
     spread = 1.0 if form is None else 2.0**-14
     assert ((got.double() - want).abs() <= (unit + (0 if form is None else spread)) * size + 1e-30).all()
-    assert torch.equal(got, one_by_one(layers, x, choice, of, gelu))
+    if clamped is None:
+        assert torch.equal(got, one_by_one(layers, x, choice, of, gelu))
 
 
 @own_isas
 @dtypes
 @pytest.mark.parametrize("form", [None, EIGHT])
-def test_a_row_does_not_depend_on_others(isa: str, dtype: torch.dtype, form: Format | None) -> None:
+@pytest.mark.parametrize("clamped", [None, (1.702, 7.0)])
+def test_a_row_does_not_depend_on_others(
+    isa: str, dtype: torch.dtype, form: Format | None, clamped: tuple[float, float] | None
+) -> None:
     """The same bits, with any number of rows, of workers and of experts that others chose."""
-    of, layers = made(16, 512, 96, dtype, form, 3), NativeLayers(WORKERS, isa)
+    of, layers = biased(made(16, 512, 96, dtype, form, 3), clamped, 3), NativeLayers(WORKERS, isa)
     x = torch.randn(700, 512, generator=torch.Generator().manual_seed(3)).to(dtype)
     choice = chosen(700, 4, 16, 5)
     want = of.run(layers, x, choice)
@@ -180,7 +207,7 @@ def test_experts_may_lie_apart() -> None:
     of, layers = made(6, 64, 32, torch.float32, None, 1), NativeLayers(WORKERS)
     x, choice = torch.randn(4, 64), chosen(4, 2, 3, 1)
     every_other = Experts(of.gate_up[::2], of.down[::2], None, of.exact_gate_up[::2], of.exact_down[::2])
-    want = Experts(every_other.gate_up.contiguous(), every_other.down.contiguous(), None, *every_other[3:])
+    want = every_other._replace(gate_up=every_other.gate_up.contiguous(), down=every_other.down.contiguous())
     assert torch.equal(every_other.run(layers, x, choice), want.run(layers, x, choice))
 
 
@@ -191,7 +218,7 @@ def test_a_program_has_them(form: Format | None) -> None:
     program = NativeProgram(layers)
     one = () if form is None else (form.bits, form.group, form.minima)
     name = "experts" if form is None else "experts_quantised"
-    program.add(name, x, *choice, of.gate_up, *one, of.down, *one, False, out)
+    program.add(name, x, *choice, of.gate_up, *one, None, of.down, *one, None, False, 0.0, 0.0, out)
     for seed in range(3):
         x.normal_()
         new = chosen(3, 2, 8, seed)
@@ -206,7 +233,7 @@ def test_an_expert_that_is_not_there_is_refused_before_anything_is_computed(wron
     choice, out = chosen(3, 2, 8, 1), torch.full((3, 64), 7.0)
     choice.ids[2, 1] = wrong
     with pytest.raises(IndexError, match=f"the expert {wrong}, which is not among the 8 of the layer"):
-        layers.compute("experts", torch.randn(3, 64), *choice, of.gate_up, of.down, False, out)
+        layers.compute("experts", torch.randn(3, 64), *choice, of.gate_up, None, of.down, None, False, 0.0, 0.0, out)
     assert (out == 7).all()
 
 
@@ -225,6 +252,8 @@ def test_wrong_arguments_are_refused() -> None:
         layers.experts(x, *choice, of.gate_up[:, 1:].contiguous(), of.down)
     with pytest.raises(ValueError, match="down has the shape"):
         layers.experts(x, *choice, of.gate_up, of.down[:7])
+    with pytest.raises(ValueError, match="down_bias has the shape"):
+        layers.experts(x, *choice, of.gate_up, of.down, biases=(torch.zeros(8, 64), torch.zeros(8, 63)))
     with pytest.raises(ValueError, match="gate_up has 3 panels an expert; it has a multiple of 4"):
         layers.experts(x, *choice, packed.gate_up[:, 1:].contiguous(), packed.down, forms)
     with pytest.raises(ValueError, match="gate_up has the shape"):

@@ -102,12 +102,13 @@ class Rig:
             ],
             "experts": [
                 torch.randn(3, 64), i32(0, 1, 2, 3, 0, 2).view(3, 2), torch.rand(3, 2), torch.randn(4, 64, 64),
-                torch.randn(4, 64, 32), False, torch.empty(3, 64),
+                torch.randn(4, 64), torch.randn(4, 64, 32), torch.randn(4, 64), False, 1.7, 7.0, torch.empty(3, 64),
             ],
             "experts_quantised": [
                 torch.randn(3, 64), i32(0, 1, 2, 3, 0, 2).view(3, 2), torch.rand(3, 2),
-                torch.ones(4, 4, 1088, dtype=torch.uint8), 8, 64, False,
-                torch.ones(4, 4, 576, dtype=torch.uint8), 8, 64, False, False, torch.empty(3, 64),
+                torch.ones(4, 4, 1088, dtype=torch.uint8), 8, 64, False, torch.randn(4, 64),
+                torch.ones(4, 4, 576, dtype=torch.uint8), 8, 64, False, torch.randn(4, 64), False, 1.7, 7.0,
+                torch.empty(3, 64),
             ],
             "norm": [torch.randn(3, 64), None, torch.randn(64), 1e-5, False, torch.empty(3, 64), None],
             "gate_mul": [torch.randn(3, 64), False, torch.empty(3, 32)],

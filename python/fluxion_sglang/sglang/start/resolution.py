@@ -12,13 +12,16 @@ from fluxion_sglang.config import ConfigError
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.sglang import compat
 from fluxion_sglang.sglang.memory import capacity
-from fluxion_sglang.sglang.start import gguf_model, refusals, served_models, validation
+from fluxion_sglang.sglang.start import gguf_model, language_model, refusals, served_models, validation
 from fluxion_sglang.sglang.start.offline import CHUNK
 from fluxion_sglang.sglang.start.options import options_of, rank_options
 
 logger = logging.getLogger(__name__)
 
 _Step = Callable[[Any], None]
+
+_LORA = "torch_native"
+"""SGLang's backend for adapters that is PyTorch alone."""
 
 WATCHDOG_S = 3600.0
 """Seconds after which SGLang's watchdog ends a server on a CPU whose pass has not ended, unless somebody says
@@ -66,10 +69,15 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
         )
     previous(server_args)
     validation.check_device(view.device, config)
-    quantised = not _prepare_gguf(server_args, view) and served_models.check_quantised(view)
+    from_gguf = _prepare_gguf(server_args, view)
+    if not from_gguf:
+        _serve_language_model(server_args, view)
+    quantised = not from_gguf and served_models.check_quantised(view)
     if quantised and view.dtype == "auto":
         # Its configuration names the type of its scales, float16 as a rule.
         declare_resolution(server_args, "fluxion", dtype="bfloat16")
+    if view.device == "cpu" and (view.enable_lora or view.lora_paths):
+        _compute_adapters(server_args, view)
     validation.check_speculation(view, config)
     validation.check_transfer(view, config)
     if config.disk is not None:
@@ -115,6 +123,36 @@ def _prepare_gguf(server_args: Any, view: Any) -> bool:
     return True
 
 
+def _serve_language_model(server_args: Any, view: Any) -> None:
+    """Have SGLang load the language model of a vision-language checkpoint. Raises ConfigError."""
+    if view.model_config_parser not in ("auto", "hf"):
+        return
+    if not language_model.is_checkpoint(served_models.configuration(view)):
+        return
+    if view.enable_multimodal:
+        raise ConfigError(
+            "--enable-fluxion does not work with --enable-multimodal, because it serves the language model of this "
+            "checkpoint alone; leave --enable-multimodal out."
+        )
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    language_model.register()
+    declare_resolution(server_args, "fluxion", model_config_parser=language_model.PARSER)
+    logger.info("Fluxion serves the language model of this checkpoint; requests with images, video or audio are refused")
+
+
+def _compute_adapters(server_args: Any, view: Any) -> None:
+    """LoRA by PyTorch: SGLang's other ways to compute adapters are kernels for GPUs. Raises ConfigError."""
+    if view.lora_backend not in (_LORA, _default(server_args, "lora_backend")):
+        raise ConfigError(
+            f"--enable-fluxion does not work with --lora-backend {view.lora_backend} on a CPU, because its kernels are "
+            f"for GPUs; use --lora-backend {_LORA} or leave --lora-backend out."
+        )
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    declare_resolution(server_args, "fluxion", lora_backend=_LORA)
+
+
 def _narrow_drafts(server_args: Any, view: Any) -> None:
     """SGLang drafts by breadth only where a page is one token. Raises ConfigError where that was asked for."""
     if view.speculative_algorithm is None:
@@ -154,7 +192,16 @@ def _handle_model_specific_adjustments(server_args: Any, previous: _Step) -> Non
     served_models.check_model(model, view)
     served_models.check_stored(model, options_of(server_args))
     _check_host_pool(model, view)
+    if "GptOssForCausalLM" not in (model.hf_config.architectures or ()):
+        previous(server_args)
+        return
+    # This step of SGLang's knows the backends that have this model's windows and sinks, and ours is not among them.
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    runner = {} if view.moe_runner_backend != "auto" else {"moe_runner_backend": "triton"}
+    declare_resolution(server_args, "fluxion", attention_backend="triton", **runner)
     previous(server_args)
+    declare_resolution(server_args, "fluxion", attention_backend=compat.BACKEND)
 
 
 def _check_host_pool(model: Any, view: Any) -> None:

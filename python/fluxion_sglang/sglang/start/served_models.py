@@ -74,10 +74,6 @@ def _has_pools_by_layer(model: ModelConfig, args: Any) -> bool:
     return bool(model.is_hybrid_swa)  # the option that our resolution sets has no say for this model
 
 
-def _needs_expert_kernels(model: ModelConfig, args: Any) -> bool:
-    return "GptOssForCausalLM" in (model.hf_config.architectures or ())
-
-
 def _caps_logits(model: ModelConfig) -> bool:
     return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
 
@@ -100,8 +96,7 @@ MODELS = (
     Refusal(lambda m, _: m.is_encoder_decoder, "it is an encoder-decoder, which attends across"),
     Refusal(
         lambda m, _: m.is_multimodal or m.is_audio_model,
-        "it is multimodal, and SGLang would size input buffers by the host pool",
-        "serve its language model alone with --language-model-only where SGLang supports that, or " + _OTHER_MODEL,
+        "it is multimodal, and its language model has no class of its own in SGLang",
     ),
     Refusal(
         _is_linear,
@@ -112,7 +107,6 @@ MODELS = (
     Refusal(_has_sparse_index, "it brings a sparse index of its own"),
     Refusal(_has_chunked_layers, "it has chunked-attention layers, whose masks the kernels do not have"),
     Refusal(_has_pools_by_layer, "its sliding-window layers need a KV pool of their own"),
-    Refusal(_needs_expert_kernels, "SGLang computes its experts with kernels that need a GPU or AMX"),
     Refusal(
         _varies_beside_device,
         "it has sliding windows, learned attention sinks or capped logits, which Fluxion serves only where the CPU is "
@@ -188,7 +182,7 @@ def check_quantised(args: Any) -> bool:
 
             rounding.register()
         return False
-    found = _configuration(args) if method in served_formats.NAMES else {}
+    found = configuration(args) if method in served_formats.NAMES else {}
     quantisation = _quantisation(found)
     if (name := quantisation.get("quant_method")) in served_formats.NAMES:
         if args.quantization not in (None, name):
@@ -214,11 +208,11 @@ def _quantised(args: Any) -> str | None:
         return str(args.quantization)
     if args.load_format in ("gguf", "bitsandbytes"):
         return str(args.load_format)
-    found = _quantisation(_configuration(args))
+    found = _quantisation(configuration(args))
     return None if not found else str(found.get("quant_method", "by a method of its own"))
 
 
-def _configuration(args: Any) -> dict[str, Any]:
+def configuration(args: Any) -> dict[str, Any]:
     """The checkpoint's config.json; empty where it cannot be read: SGLang says what is wrong with it."""
     from transformers import PretrainedConfig
 

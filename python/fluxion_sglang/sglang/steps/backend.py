@@ -31,6 +31,7 @@ from fluxion_sglang.sglang.requests import predictors
 from fluxion_sglang.sglang.requests.requests import RequestPolicies
 from fluxion_sglang.sglang.requests.rows import watch
 from fluxion_sglang.sglang.start import served_models
+from fluxion_sglang.sglang.steps import stand_ins
 from fluxion_sglang.sglang.steps.graphs import StepGraphs, backbone_of
 from fluxion_sglang.sglang.steps.layers import Contained, install
 from fluxion_sglang.sglang.steps.replays import Replays, variant_of
@@ -118,6 +119,8 @@ class FluxionAttnBackend(AttentionBackend):
         self.device = self._device(runner, layers)
         self.failures = FailureGuard(self._finish, self.device.abort, self._publish)
         self.engine.corrupt = self._lose
+        if pool.maker is None:
+            stand_ins.install()
         natively = pool.maker is None and options.model_kernels != "off"
         self.graphs = self._model_kernels(runner) if natively else None
         self.metrics: EngineMetrics | None = None

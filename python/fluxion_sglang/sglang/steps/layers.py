@@ -45,7 +45,14 @@ from torch import nn
 
 from fluxion_sglang.native import NativeLayers, topology
 from fluxion_sglang.sglang.steps.packed import PackedWeight, Packer, owners
-from fluxion_sglang.sglang.weights.experts import WEIGHTS, PackedExpertsMethod, computes_experts, formats_of
+from fluxion_sglang.sglang.weights.experts import (
+    WEIGHTS,
+    PackedExpertsMethod,
+    biases_of,
+    clamps_of,
+    computes_experts,
+    formats_of,
+)
 from fluxion_sglang.sglang.weights.methods import Part, QuantisedMethod, parts_of
 from fluxion_sglang.sglang.weights.rounding import FORMAT, RoundedHeadMethod, RoundingMethod
 
@@ -297,8 +304,9 @@ def _experts(
         and not torch.compiler.is_compiling()
     ):
         ids, weights = choice.topk_ids.to(torch.int32).contiguous(), choice.topk_weights.contiguous()
-        gelu = layer.moe_runner_config.activation == "gelu"
-        out = native(lambda layers: layers.experts(x, ids, weights, gate_up, down, forms, gelu=gelu))
+        act = {"gelu": layer.moe_runner_config.activation == "gelu", "clamped": clamps_of(layer)}
+        biases = biases_of(layer)
+        out = native(lambda layers: layers.experts(x, ids, weights, gate_up, down, forms, biases=biases, **act))
     return method.forward_native(layer, dispatch_output) if out is None else StandardCombineInput(hidden_states=out)
 
 

@@ -26,12 +26,25 @@ def computes_experts(layer: nn.Module) -> bool:
     special = (
         config.apply_router_weight_on_input,
         config.no_combine,
-        layer.with_bias,
         layer.use_triton_kernels,
         layer.moe_ep_size != 1,
-        *(getattr(config, name) is not None for name in ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")),
+        config.swiglu_limit is not None,
     )
-    return config.is_gated and config.activation in ("silu", "gelu") and not any(special)
+    clamps = config.gemm1_alpha is not None, config.gemm1_clamp_limit is not None
+    acts = ("silu", "gelu") if clamps == (False, False) else ("silu",) if clamps == (True, True) else ()
+    return config.is_gated and config.activation in acts and not any(special)
+
+
+def biases_of(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Of gate_up and down, [experts, outputs] float32; None: these experts have none."""
+    held: Any = layer
+    return (held.w13_weight_bias, held.w2_weight_bias) if held.with_bias else None
+
+
+def clamps_of(layer: nn.Module) -> tuple[float, float] | None:
+    """alpha and limit of gpt-oss's experts, whose rows of gate_up alternate; None: these are others."""
+    config: Any = layer.moe_runner_config
+    return None if config.gemm1_alpha is None else (float(config.gemm1_alpha), float(config.gemm1_clamp_limit))
 
 
 def hold_experts(layer: nn.Module, name: str, packed: torch.Tensor, size: tuple[int, int], form: Format) -> Any:

@@ -1,4 +1,4 @@
-"""Quantised checkpoints on a CPU: GPTQ, AutoRound, AWQ, and compressed-tensors of integers.
+"""Quantised checkpoints on a CPU: GPTQ, AutoRound, AWQ, compressed-tensors of integers, and gpt-oss in MXFP4.
 
 SGLang reads the configuration, decides which layers are quantised, makes the parameters that the checkpoint fills and
 cuts them between ranks. Its kernels for them need a GPU. Here the parameters are unpacked when all are loaded, and the
@@ -37,6 +37,7 @@ from torch import nn
 
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.sglang.start.cpu_platform import PortableCpuPlatform
+from fluxion_sglang.sglang.weights.mxfp4 import Mxfp4CpuConfig
 from fluxion_sglang.sglang.weights.methods import OnCpu, QuantisedMethod, hold, parts_of
 from fluxion_sglang.weights import checkpoints
 from fluxion_sglang.weights.quantised import BLOCK, Quantised
@@ -309,6 +310,7 @@ CONFIGS = {
     "awq": _AwqConfig,
     "auto-round": _AutoRoundConfig,
     "compressed-tensors": _CompressedTensorsConfig,
+    "mxfp4": Mxfp4CpuConfig,
 }
 """By their names, those of `served_formats.NAMES`."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fluxion_sglang.config import ConfigError
 
-NAMES = ("gptq", "awq", "auto-round", "compressed-tensors")
+NAMES = ("gptq", "awq", "auto-round", "compressed-tensors", "mxfp4")
 """The `quant_method` of checkpoints that are served, and the legal --quantization for them."""
 
 FORMATS = "GPTQ, AWQ, AutoRound or compressed-tensors (integers of 4 or 8 bits)"
@@ -36,6 +36,10 @@ def check(quantisation: dict[str, Any], model: dict[str, Any]) -> None:
 
 def _reasons(quantisation: dict[str, Any], model: dict[str, Any]) -> Iterator[str]:
     name = quantisation["quant_method"]
+    if name == "mxfp4":
+        if model.get("model_type") != "gpt_oss":
+            yield "weights in MXFP4 are served for gpt-oss alone"
+        return
     if any(part.get(key) or 0 for part in (model, model.get("text_config") or {}) for key in _EXPERTS):
         yield "its model has experts, and quantised experts have no kernels yet"
     if name == "compressed-tensors":

@@ -192,16 +192,17 @@ def _handle_model_specific_adjustments(server_args: Any, previous: _Step) -> Non
     served_models.check_model(model, view)
     served_models.check_stored(model, options_of(server_args))
     _check_host_pool(model, view)
-    if "GptOssForCausalLM" not in (model.hf_config.architectures or ()):
+    if not served_models.is_gpt_oss(model):
         previous(server_args)
         return
     # This step of SGLang's knows the backends that have this model's windows and sinks, and ours is not among them.
     from sglang.srt.arg_groups.overrides import declare_resolution
 
-    runner = {} if view.moe_runner_backend != "auto" else {"moe_runner_backend": "triton"}
+    dtype, runner = view.dtype, {} if view.moe_runner_backend != "auto" else {"moe_runner_backend": "triton"}
     declare_resolution(server_args, "fluxion", attention_backend="triton", **runner)
     previous(server_args)
-    declare_resolution(server_args, "fluxion", attention_backend=compat.BACKEND)
+    # It also says bfloat16 for MXFP4, which only its own kernels need.
+    declare_resolution(server_args, "fluxion", attention_backend=compat.BACKEND, dtype=dtype)
 
 
 def _check_host_pool(model: Any, view: Any) -> None:

@@ -74,6 +74,10 @@ def _has_pools_by_layer(model: ModelConfig, args: Any) -> bool:
     return bool(model.is_hybrid_swa)  # the option that our resolution sets has no say for this model
 
 
+def is_gpt_oss(model: ModelConfig) -> bool:
+    return "GptOssForCausalLM" in (model.hf_config.architectures or ())
+
+
 def _caps_logits(model: ModelConfig) -> bool:
     return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
 
@@ -121,6 +125,11 @@ MODELS = (
         lambda m, _: m.dtype not in (torch.bfloat16, torch.float32),
         "it would run in {0.dtype} and the kernels compute in bfloat16 and float32",
         "add --dtype bfloat16 or --dtype float32",
+    ),
+    Refusal(
+        lambda m, _: is_gpt_oss(m) and m.dtype != getattr(m.hf_config, "dtype", m.dtype),
+        "it would run in {0.dtype} and SGLang computes its routers in {0.hf_config.dtype}",
+        "leave --dtype out",
     ),
     Refusal(
         lambda m, args: args.kv_cache_dtype in ("bf16", "bfloat16") and m.dtype != torch.bfloat16,

@@ -64,7 +64,7 @@ class Mxfp4ExpertsMethod(PackedExpertsMethod):
                 empty = nn.Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
                 empty.weight_loader = partial(_gather, layer, name, part, size, found)  # type: ignore[attr-defined]
                 layer.register_parameter(name + part, empty)
-            bias = nn.Parameter(torch.zeros(num_experts, outputs), requires_grad=False)
+            bias = nn.Parameter(torch.zeros(num_experts, outputs, dtype=torch.float32), requires_grad=False)
             bias.weight_loader = _load_bias  # type: ignore[attr-defined]
             layer.register_parameter(f"{name}_bias", bias)
 

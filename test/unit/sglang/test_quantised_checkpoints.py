@@ -353,7 +353,7 @@ def test_orders_that_groups_do_not_see_are_served() -> None:
         served_formats.check(config, {"num_experts": 0})
 
 
-@pytest.mark.parametrize("name", served_formats.NAMES)
+@pytest.mark.parametrize("name", [name for name in served_formats.NAMES if name != "mxfp4"])
 def test_checkpoints_are_read_before_anything_is_loaded(name: str, tmp_path: Any, server_args: Any) -> None:
     import json
     from pathlib import Path

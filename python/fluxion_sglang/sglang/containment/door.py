@@ -176,12 +176,15 @@ def _check_embeds(model: Any, obj: Any, embeds: Any) -> None:
 
 
 def create_tokenized_object(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND TokenizerManager._create_tokenized_object: the types and bounds of what goes to the scheduler.
+    """AROUND TokenizerManager._create_tokenized_object: the types and bounds of what goes to the scheduler, which is
+    text: models that see or hear are served as language models.
 
     Raises:
         ValueError: one sentence for the client.
     """
     params = obj.sampling_params
+    if obj.contains_mm_input():  # SGLang would answer as if it were not there
+        _refuse("this server has a language model alone; send text without images, video or audio.")
     if not isinstance(params, dict):
         _refuse("sampling_params takes a JSON object.")
     if given := [name for name in _INTERNAL if name in params]:

@@ -53,12 +53,14 @@ from fluxion_sglang.sglang.weights.experts import (
     computes_experts,
     formats_of,
 )
-from fluxion_sglang.sglang.weights.methods import Part, QuantisedMethod, parts_of
+from fluxion_sglang.sglang.weights.methods import SLOW_BFLOAT16, Part, QuantisedMethod, multiplied_in, multiply, parts_of
 from fluxion_sglang.sglang.weights.rounding import FORMAT, RoundedHeadMethod, RoundingMethod
+from fluxion_sglang.weights.quantised import slices
 
-MAX_ROWS = 32 if topology()["isa"] == "amx" else 96
-"""Most rows that the workers multiply. Alone, PyTorch is as fast from about 64 rows on, and much faster on a matrix
-unit; but in a model its threads have to be woken between the workers' operations (`benchmark/linears.py`)."""
+MAX_ROWS = 32 if topology()["isa"] == "amx" else 256 if SLOW_BFLOAT16 else 96
+"""Most rows that the workers multiply. Alone, PyTorch is as fast from about 64 rows on (from 256 where it computes in
+float32), and much faster on a matrix unit; but in a model its threads have to be woken between the workers' operations
+(`benchmark/linears.py`)."""
 MAX_PACKED_ROWS = 256
 """The same of packed weights: up to there PyTorch is faster by less than a copy of them in rows takes."""
 
@@ -67,7 +69,7 @@ MAX_QUANTISED_ROWS = 48
 
 MAX_EXPERT_ROWS = MAX_ROWS if topology()["isa"] == "amx" else 256
 """The same for experts, rows of an expert on average. Up to there PyTorch, which takes one expert after another, was
-measured to be slower, for rounded experts as well."""
+measured to be slower, for rounded experts as well. In a slow bfloat16 (`multiplied_in`) it always is."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -202,8 +204,12 @@ class _InRows:
 
 
 def _by_sglang(method: Callable[..., torch.Tensor], layer: nn.Module, x: torch.Tensor, bias: Any) -> torch.Tensor:
-    """What SGLang's method makes of x; a packed weight stays so."""
-    if not isinstance(layer.weight, PackedWeight):
+    """What SGLang's method makes of x; a packed weight stays so. In bfloat16 PyTorch may compute in float32."""
+    weight, dtype = layer.weight, multiplied_in(x.dtype)
+    plain = type(weight.data) is torch.Tensor and x.numel() and not torch.compiler.is_compiling()
+    if plain and x.dtype is weight.dtype is not dtype:
+        return multiply(x, (weight[rows].to(dtype) for rows in slices(*weight.shape, most=4 << 20)), bias)
+    if not isinstance(weight, PackedWeight):
         return method(layer, x, bias)
     if x.numel() == 0:
         return x.new_empty(*x.shape[:-1], len(layer.weight))
@@ -296,7 +302,8 @@ def _experts(
         and TopKOutputChecker.format_is_standard(choice)
         and choice.topk_weights.dtype is torch.float32
         and _rows(x)
-        and 0 < choice.topk_ids.numel() <= MAX_EXPERT_ROWS * len(gate_up)
+        and choice.topk_ids.numel() > 0
+        and (choice.topk_ids.numel() <= MAX_EXPERT_ROWS * len(gate_up) or multiplied_in(x.dtype) is not x.dtype)
         and _is_plain(gate_up)
         and _is_plain(down)
         and (forms or gate_up.dtype is x.dtype)

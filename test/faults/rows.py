@@ -160,6 +160,7 @@ ROWS: list[Row] = [
     generate("session_params offset a word", session_params={"id": "none", "offset": "x", "rid": [1]}),
     generate("positional_embed_overrides 5", positional_embed_overrides=5),
     generate("positional_embed_overrides an object", positional_embed_overrides={"embeds": [[0.1]], "positions": [99]}),
+    *(generate(f"{kind} for a language model", **{kind: "data:,x"}) for kind in ("image_data", "video_data", "audio_data")),
     Row("embed overrides", (score(embed_override_token_id=300, query_embed_overrides=[[0.1, 0.2]]),)),
     Row("embed overrides ragged", (score(embed_override_token_id=300, query_embed_overrides=[[0.1] * 256, [0.1]]),)),
     Row("embed overrides legal", (score(embed_override_token_id=300, query_embed_overrides=[[0.1] * 256]),), ANSWERED),
@@ -247,6 +248,6 @@ QUICK = {
     "logit_bias -1e39 of all", "min_new_tokens -1", "session_params a list as name", "positional_embed_overrides 5",
     "embed overrides", "vertex regex", "vertex plain", "ollama num_predict a float", "a prompt of 4080",
     "a prompt of 4089", "n /generate", "n 3", "regex slow to accept", "logprobs of everything",
-    "rid of the health check", "no JSON",
+    "rid of the health check", "no JSON", "image_data for a language model",
 }  # fmt: skip
 """Rows of `ROWS` that the quick tests have; the others are for --full."""

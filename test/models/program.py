@@ -20,6 +20,7 @@ def answer(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {
             "ids": one["output_ids"],
             "cached": one["meta_info"]["cached_tokens"],
+            "retractions": one["meta_info"]["num_retractions"],
             "finish": one["meta_info"]["finish_reason"],
             "logprobs": [item[0] for item in one["meta_info"]["output_token_logprobs"]],
             "text": one["text"],

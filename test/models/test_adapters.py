@@ -64,4 +64,6 @@ def test_two_adapters_and_the_base_in_one_batch(tmp_path: Path) -> None:
     assert [one["ids"] for one in found[:3]] == wanted
     assert [one["ids"] for one in found[3:6]] == wanted[::-1], "with prefixes of other adapters cached"
     assert found[7]["ids"] == wanted[1], "the base"
-    assert wanted[0] != found[6]["ids"] and wanted[2] != found[8]["ids"], "an adapter that changes nothing shows nothing"
+    assert wanted[0] != found[6]["ids"] and wanted[2] != found[8]["ids"], (
+        "an adapter that changes nothing shows nothing"
+    )

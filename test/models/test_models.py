@@ -42,13 +42,20 @@ CONVERSATIONS: Rounds = [
     [{"input_ids": DOCUMENT, "sampling_params": GREEDY}],
 ]
 """Three prompts of which two begin with 1,500 tokens of a document, then the document, which finds those cached."""
+SMALL: dict[str, Any] = {**OPTIONS, "max_total_tokens": 4096}
+PRESSURE: Rounds = [
+    [{"input_ids": prompt(700, seed), "sampling_params": {**GREEDY, "max_new_tokens": 100}} for seed in range(10, 15)]
+]
+"""More than a small pool holds: what is cached is evicted."""
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
+"""SGLang retracts a request in every 25th pass."""
 
 
-def answers(options: dict[str, Any], rounds: Rounds) -> tuple[str, Answers]:
+def answers(options: dict[str, Any], rounds: Rounds, **env: str) -> tuple[str, Answers]:
     """The attention backend that was used, and what it answered, all rounds in one list."""
     done = subprocess.run(
         [sys.executable, str(PROGRAM)], input=json.dumps({"options": options, "rounds": rounds}),
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"}, capture_output=True, text=True, timeout=1800,
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "false", **env}, capture_output=True, text=True, timeout=1800,
         check=False,
     )  # fmt: skip
     assert MARK in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
@@ -81,15 +88,15 @@ def test_family_that_plain_sglang_does_not_serve(family: str, tmp_path: Path) ->
     import torch
 
     folder = zoo.build(family, tmp_path)
-    backend, found = answers({**OPTIONS, "model_path": folder, "enable_fluxion": True}, CONVERSATIONS)
-    assert backend == "fluxion"
-    model = (
-        zoo.auto_class(family).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    )
-    for asked, one in zip([request for requests in CONVERSATIONS for request in requests], found, strict=True):
-        ids = torch.tensor([asked["input_ids"]])
+    rounds = CONVERSATIONS + PRESSURE + CONVERSATIONS[1:]
+    backend, found = answers({**SMALL, "model_path": folder, "enable_fluxion": True}, rounds, **RETRACT)
+    assert backend == "fluxion" and found[3]["cached"] == 1500 // 16 * 16
+    assert sum(one["retractions"] for one in found) > 0 and found[-1]["cached"] < 1488
+    model = zoo.auto_class(family).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    for asked, one in zip([request for requests in rounds for request in requests], found, strict=True):
+        ids, new = torch.tensor([asked["input_ids"]]), asked["sampling_params"]["max_new_tokens"]
         with torch.no_grad():
-            want = model.generate(ids, max_new_tokens=48, do_sample=False, eos_token_id=None, pad_token_id=0)
+            want = model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert one["ids"] == want[0, ids.shape[1] :].tolist()
         assert len(set(one["ids"])) > 4, "an answer that repeats itself shows little"
 

@@ -56,11 +56,6 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "mixtral": _of("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "qwen3-moe": _of("Qwen3MoeConfig", **EXPERTS),
     "olmoe": _of("OlmoeConfig", **EXPERTS, num_key_value_heads=8),
-    "glm4-moe": _of("Glm4MoeConfig", **GLM_EXPERTS),
-    "minimax-m2": _of(
-        "MiniMaxM2Config", num_local_experts=4, num_experts_per_tok=2, intermediate_size=64, scoring_func="sigmoid",
-        use_qk_norm=True, qk_norm_type="per_layer", rotary_dim=16, use_routing_bias=True,
-    ),
 }
 
 # Layers with a window, by turns with those that see everything. Windows are shorter and longer than what Fluxion keeps
@@ -95,7 +90,11 @@ def _with_vision(name: str, text: dict[str, Any], vision: dict[str, Any] | None 
         return getattr(transformers, name)(
             text_config=text_config,
             vision_config={**VISION, **(vision or {})},
-            **{"tie_word_embeddings": tied, **{key: COMMON[key] for key in ("bos_token_id", "eos_token_id")}, **options},
+            **{
+                "tie_word_embeddings": tied,
+                **{key: COMMON[key] for key in ("bos_token_id", "eos_token_id")},
+                **options,
+            },
         )
 
     return config
@@ -160,13 +159,30 @@ BY_TRANSFORMERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         final_logit_softcapping=2.0,
         tie_word_embeddings=True,
     ),
+    "glm4-moe": _of("Glm4MoeConfig", **GLM_EXPERTS),
     "granite-sinks": _of(
         "GraniteSWAConfig", **BY_TURNS, sliding_window=150, rope_theta=10000.0, layer_rope_theta=[10000.0, 10000.0]
     ),
     # Of these SGLang has a kernel for GPUs alone.
+    "minimax-m2": _of(
+        "MiniMaxM2Config",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=64,
+        scoring_func="sigmoid",
+        use_qk_norm=True,
+        qk_norm_type="per_layer",
+        rotary_dim=16,
+        use_routing_bias=True,
+    ),
     "qwen2-moe": _of("Qwen2MoeConfig", **EXPERTS, shared_expert_intermediate_size=96, norm_topk_prob=True),
     "gpt-oss": _of(
-        "GptOssConfig", **BY_TURNS, num_local_experts=4, num_experts_per_tok=2, intermediate_size=64, sliding_window=100,
+        "GptOssConfig",
+        **BY_TURNS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=64,
+        sliding_window=100,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
 }

@@ -78,7 +78,9 @@ def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Quantised:
     """
     exponents = scales.int() - 128  # of half the value
     if int(exponents.max()) > 15:
-        raise ValueError("a scale of the weights is above 65504 or not a number, and the kernels take scales as float16.")
+        raise ValueError(
+            "a scale of the weights is above 65504 or not a number, and the kernels take scales as float16."
+        )
     integers = torch.stack([_E2M1[(blocks & 15).int()], _E2M1[(blocks >> 4).int()]], -1).flatten(1)
     if (below := (_LEAST_EXPONENT - exponents).clamp(min=0)).any():
         factor = torch.exp2(-below.float()).repeat_interleave(32, 1)

@@ -26,7 +26,17 @@ PARSER: Final = "fluxion-language-model"
 
 CHECKPOINTS: Final = frozenset(
     {
-        *("aya_vision", "cohere2_vision", "gemma3", "glm4v", "glm4v_moe", "idefics3", "internvl", "llava", "llava_next"),
+        *(
+            "aya_vision",
+            "cohere2_vision",
+            "gemma3",
+            "glm4v",
+            "glm4v_moe",
+            "idefics3",
+            "internvl",
+            "llava",
+            "llava_next",
+        ),
         *("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
     }
 )

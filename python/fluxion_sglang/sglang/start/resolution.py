@@ -138,7 +138,9 @@ def _serve_language_model(server_args: Any, view: Any) -> None:
 
     language_model.register()
     declare_resolution(server_args, "fluxion", model_config_parser=language_model.PARSER)
-    logger.info("Fluxion serves the language model of this checkpoint; requests with images, video or audio are refused")
+    logger.info(
+        "Fluxion serves the language model of this checkpoint; requests with images, video or audio are refused"
+    )
 
 
 def _compute_adapters(server_args: Any, view: Any) -> None:

@@ -53,7 +53,14 @@ from fluxion_sglang.sglang.weights.experts import (
     computes_experts,
     formats_of,
 )
-from fluxion_sglang.sglang.weights.methods import SLOW_BFLOAT16, Part, QuantisedMethod, multiplied_in, multiply, parts_of
+from fluxion_sglang.sglang.weights.methods import (
+    SLOW_BFLOAT16,
+    Part,
+    QuantisedMethod,
+    multiplied_in,
+    multiply,
+    parts_of,
+)
 from fluxion_sglang.sglang.weights.rounding import FORMAT, RoundedHeadMethod, RoundingMethod
 from fluxion_sglang.weights.quantised import slices
 

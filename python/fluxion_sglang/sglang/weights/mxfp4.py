@@ -18,7 +18,13 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from torch import nn
 
 from fluxion_sglang.config import ConfigError
-from fluxion_sglang.sglang.weights.experts import WEIGHTS, PackedExpertsMethod, computes_experts, formats_of, hold_experts
+from fluxion_sglang.sglang.weights.experts import (
+    WEIGHTS,
+    PackedExpertsMethod,
+    computes_experts,
+    formats_of,
+    hold_experts,
+)
 from fluxion_sglang.sglang.weights.methods import OnCpu
 from fluxion_sglang.weights import checkpoints
 from fluxion_sglang.weights.quantised import pack
@@ -107,7 +113,9 @@ def _gather(
 
 def _load_bias(parameter: nn.Parameter, loaded: torch.Tensor, **_: Any) -> None:
     if loaded.shape != parameter.shape:
-        raise _unserved(f"it has biases of {' x '.join(map(str, loaded.shape))} for {' x '.join(map(str, parameter.shape))}")
+        raise _unserved(
+            f"it has biases of {' x '.join(map(str, loaded.shape))} for {' x '.join(map(str, parameter.shape))}"
+        )
     parameter.data.copy_(loaded)
 
 

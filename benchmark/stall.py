@@ -33,7 +33,7 @@ FLAGS = ("--device", "cpu", "--sleep-on-idle", "--log-level", "warning")
 WAIT_FOR_S = 900
 """An answer, at most."""
 SETTLED = 40
-"""Tokens of the stream before the long prompt comes; their gaps are idle steps."""
+"""Tokens of the stream before the long prompt comes; the gaps between them are idle steps."""
 WAIT_S = 0.4
 """From the long prompt to the short one, and from there to the question for health."""
 
@@ -61,10 +61,16 @@ class Client:
 def beside(client: Client, long: int) -> dict[str, float]:
     """A stream runs, a long prompt comes, then a short request and a question for health."""
     client.server.flush()
-    ended = threading.Event()
+    ended, came = threading.Event(), threading.Semaphore(0)
+
+    def left() -> bool:
+        came.release()
+        return ended.is_set()
+
     with ThreadPoolExecutor() as pool:
-        stream = pool.submit(client.stream, 500, 6000, ended.is_set)
-        time.sleep(2.0)
+        stream = pool.submit(client.stream, 500, 6000, left)
+        for _ in range(SETTLED):
+            came.acquire(timeout=WAIT_FOR_S)
         began = time.perf_counter()
         prompt = pool.submit(client.stream, long, 1)
         time.sleep(WAIT_S)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import common
+import torch
 from decode_tables import DECODE_TABLES
 from quality_tables import QUALITY_TABLES
 from registry import BENCHMARKS
@@ -21,6 +22,8 @@ from rendering import columns_of, table
 from speed_tables import SPEED_TABLES
 
 from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.kv.host_pool import KVShape
+from fluxion_sglang.sglang.start import served_models
 
 _MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.S)
 
@@ -47,9 +50,41 @@ def benchmarks(_: Path) -> str:
     return "\n\n".join([drawn.rstrip(), *groups]) + "\n"
 
 
+def models(_: Path) -> str:
+    """The families that are tested."""
+
+    def memory(family: served_models.Family) -> str:
+        layers, kv_heads, head_dim = family.shape
+        shape = KVShape(layers, kv_heads, head_dim, torch.bfloat16, sketched=True)
+        return f"{shape.pool_bytes(32768) / 2**30:.1f}" if layers else ""
+
+    columns = columns_of(
+        "family | class in SGLang | a member | host memory of 32K tokens (GiB) | notes",
+        "{o.name} | {classes} | {o.member} | {memory} | {o.note}",
+    )
+    rows = [
+        {"o": one, "classes": ", ".join(f"`{name}`" for name in one.classes), "memory": memory(one)}
+        for one in served_models.SERVED
+    ]
+    return table(columns, rows, "lllrl")
+
+
+def refused_models(_: Path) -> str:
+    rows = [
+        {
+            "why": re.sub(r"\{0\.(\w+(?:\.\w+)*)\}", r"*\1*", one.why),
+            "instead": re.sub(r"\{0\.(\w+)\}", r"*\1*", one.instead) or "serve it without `--enable-fluxion`",
+        }
+        for one in served_models.MODELS
+    ]
+    return table(columns_of("the error says: it cannot be served, because | instead", "{why} | {instead}"), rows, "ll")
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "options": options,
     "benchmarks": benchmarks,
+    "models": models,
+    "refused_models": refused_models,
     **DECODE_TABLES,
     **SPEED_TABLES,
     **QUALITY_TABLES,

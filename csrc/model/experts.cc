@@ -198,8 +198,9 @@ class Block {
       for (int64_t i = 0; i < e.rows; ++i) {
         const T* both = gates + 2 * i * count;
         for (int j = 0; j < count; ++j) {
-          round_to(clamped_swiglu(to_float(both[2 * j]), to_float(both[2 * j + 1]), layer_.alpha, layer_.limit),
-                   acts + i * layer_.inner + first + j);
+          round_to(
+              clamped_swiglu(to_float(both[2 * j]), to_float(both[2 * j + 1]), layer_.alpha, layer_.limit),
+              acts + i * layer_.inner + first + j);
         }
       }
     } else {

@@ -160,7 +160,7 @@ ROWS: list[Row] = [
     generate("session_params offset a word", session_params={"id": "none", "offset": "x", "rid": [1]}),
     generate("positional_embed_overrides 5", positional_embed_overrides=5),
     generate("positional_embed_overrides an object", positional_embed_overrides={"embeds": [[0.1]], "positions": [99]}),
-    *(generate(f"{kind} for a language model", **{kind: "data:,x"}) for kind in ("image_data", "video_data", "audio_data")),
+    *(generate(f"{kind} for a language model", **{kind: "data:,x"}) for kind in ("image_data", "audio_data")),
     Row("embed overrides", (score(embed_override_token_id=300, query_embed_overrides=[[0.1, 0.2]]),)),
     Row("embed overrides ragged", (score(embed_override_token_id=300, query_embed_overrides=[[0.1] * 256, [0.1]]),)),
     Row("embed overrides legal", (score(embed_override_token_id=300, query_embed_overrides=[[0.1] * 256]),), ANSWERED),

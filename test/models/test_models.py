@@ -59,6 +59,7 @@ def answers(options: dict[str, Any], rounds: Rounds, **env: str) -> tuple[str, A
         check=False,
     )  # fmt: skip
     assert MARK in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "run without graphs" not in done.stderr, done.stderr[-4000:]
     found = json.loads(done.stdout.split(MARK)[1].splitlines()[0])
     return found["backend"], found["answers"]
 
@@ -89,7 +90,9 @@ def test_family_that_plain_sglang_does_not_serve(family: str, tmp_path: Path) ->
 
     folder = zoo.build(family, tmp_path)
     rounds = CONVERSATIONS + PRESSURE + CONVERSATIONS[1:]
-    backend, found = answers({**SMALL, "model_path": folder, "enable_fluxion": True}, rounds, **RETRACT)
+    # Gemma 2's Python makes a tensor in every step.
+    log = {} if family == "gemma2" else {"log_level": "info"}
+    backend, found = answers({**SMALL, **log, "model_path": folder, "enable_fluxion": True}, rounds, **RETRACT)
     assert backend == "fluxion" and found[3]["cached"] == 1500 // 16 * 16
     assert sum(one["retractions"] for one in found) > 0 and found[-1]["cached"] < 1488
     model = zoo.auto_class(family).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

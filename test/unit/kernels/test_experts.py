@@ -59,7 +59,10 @@ def made(count: int, hidden: int, inner: int, dtype: torch.dtype, form: Format |
 
 def biased(of: Experts, clamped: tuple[float, float] | None, seed: int) -> Experts:
     generator = torch.Generator().manual_seed(seed)
-    biases = [torch.randn(len(of.gate_up), n, generator=generator) for n in (of.exact_gate_up.shape[1], of.exact_down.shape[1])]
+    biases = [
+        torch.randn(len(of.gate_up), n, generator=generator)
+        for n in (of.exact_gate_up.shape[1], of.exact_down.shape[1])
+    ]
     return of._replace(biases=tuple(biases), clamped=clamped)
 
 
@@ -80,7 +83,11 @@ def chosen(rows: int, k: int, count: int, seed: int, repeat: bool = False) -> Ch
 def exactly(x: torch.Tensor, choice: Choice, of: Experts, gelu: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The result in float64, and what its rounding errors are a fraction of."""
     act = (lambda g: F.gelu(g, approximate="tanh")) if gelu else F.silu
-    bias, down_bias = (part.double() for part in of.biases) if of.biases else (0 * of.exact_gate_up[..., 0], 0 * of.exact_down[..., 0])
+    bias, down_bias = (
+        (part.double() for part in of.biases)
+        if of.biases
+        else (0 * of.exact_gate_up[..., 0], 0 * of.exact_down[..., 0])
+    )
     out, size = torch.zeros(x.shape, dtype=torch.float64), torch.zeros(x.shape, dtype=torch.float64)
     for row, (ids, weights) in enumerate(zip(*choice, strict=True)):
         for expert, weight in zip(ids.tolist(), weights.double(), strict=True):

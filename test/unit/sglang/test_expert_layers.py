@@ -142,7 +142,7 @@ def test_other_experts_are_sglangs(options: dict[str, Any], rounds: bool) -> Non
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_biases_and_clamps(dtype: torch.dtype, rounds: bool, clamped: bool, rows: int) -> None:
-    """gpt-oss has both. SGLang's own function for the clamps is compiled, so its stand-in is what it is compared with."""
+    """gpt-oss has both. SGLang compiles its own function for the clamps, so this compares with its stand-in."""
     stand_ins.install()
     options = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 0.5} if clamped else {}
     layer = made(dtype, rounds, with_bias=True, **options)

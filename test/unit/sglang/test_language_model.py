@@ -29,7 +29,11 @@ TEXT = {
     ],
 )
 def test_weights_get_the_names_of_the_model_alone(name: str) -> None:
-    others = ["model.visual.blocks.0.mlp.up_proj.weight", "vision_tower.layers.0.norm.weight", "visual.merger.norm.bias"]
+    others = [
+        "model.visual.blocks.0.mlp.up_proj.weight",
+        "vision_tower.layers.0.norm.weight",
+        "visual.merger.norm.bias",
+    ]
     others += ["model.multi_modal_projector.linear_1.weight", "model.vision_tower.head.weight", "model.connector.proj"]
     weights = [(each, torch.zeros(2, 2)) for each in (*others, name, "language_model.lm_head.weight", "lm_head.weight")]
     found = [each for each, _ in language_model.renamed(weights, 2)]

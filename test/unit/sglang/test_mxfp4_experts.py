@@ -94,7 +94,9 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="a layer lacks the weights of its experts") as caught:
         Mxfp4ExpertsMethod(False).process_weights_after_loading(layer)
     one_sentence(str(caught.value))
-    with pytest.raises(ConfigError, match="it has a tensor of 3 x 64 x 1 x 15 where its configuration says 3 x 64 x 16"):
+    with pytest.raises(
+        ConfigError, match="it has a tensor of 3 x 64 x 1 x 15 where its configuration says 3 x 64 x 16"
+    ):
         load(layer, "w2_weight", blocks[..., 1:])
     with pytest.raises(ConfigError, match="it has biases of 3 x 2 for 3 x 64"):
         load(layer, "w2_weight_bias", torch.ones(3, 2))

@@ -117,10 +117,16 @@ def _weight_names(model: Any, revision: str | None) -> Iterable[str] | None:
     from transformers.utils import cached_file
 
     def found(name: str) -> str | None:
-        return cached_file(model, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        return cached_file(
+            model,
+            name,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
 
     if (index := found("model.safetensors.index.json")) is not None:
-        return json.loads(Path(index).read_text())["weight_map"]  # type: ignore[no-any-return]
+        return json.loads(Path(index).read_text())["weight_map"]
     if not Path(model).is_dir() or (file := found("model.safetensors")) is None:
         return None
     with safe_open(file, "pt") as weights:

@@ -1,13 +1,13 @@
-"""Which models --enable-fluxion serves: a refusal of every other, one sentence each.
+"""Which models --enable-fluxion serves, and a refusal of others, one sentence each. docs/models.md has these tables.
 
-Two tables, applied where what they read is known: the model's configuration when it has been read, its attention layers
-when they have been built.
+The refusals are applied where what they read is known: the model's configuration when it has been read, its attention
+layers when they have been built.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,151 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
 
 _OTHER_MODEL = "serve it without --enable-fluxion"
+
+
+class Family(NamedTuple):
+    """Models of a class of SGLang's that are tested.
+
+    Attributes:
+        name: as people know them. classes: SGLang's. tests: their names in test/models/zoo.py.
+        member: one of them, with its layers that have KV, KV heads and head dimension; "": none is named.
+        note: what a user has to know.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    tests: tuple[str, ...]
+    member: str = ""
+    shape: tuple[int, int, int] = (0, 0, 0)
+    note: str = ""
+
+
+_VISION = "the language model of a vision-language checkpoint: text alone"
+SERVED = (
+    Family(
+        "Llama 2 to 3.3, SmolLM, Yi",
+        ("LlamaForCausalLM",),
+        ("llama", "llama-3-positions", "llama-a-head-a-head", "llama-16-heads-to-one"),
+        "Llama-3.1-8B",
+        (32, 8, 128),
+    ),
+    Family(
+        "Mistral 7B, Nemo, Small 3",
+        ("MistralForCausalLM",),
+        ("mistral", "mistral-window"),
+        "Mistral Small 3",
+        (40, 8, 128),
+    ),
+    Family(
+        "Mistral Small 3.1 and later, Pixtral",
+        ("MistralForCausalLM",),
+        ("mistral3",),
+        "Mistral Small 3.2",
+        (40, 8, 128),
+        _VISION,
+    ),
+    Family("Ministral 3", ("Ministral3ForCausalLM",), ("ministral3",), "", (0, 0, 0), _VISION),
+    Family("Qwen 2, 2.5", ("Qwen2ForCausalLM",), ("qwen2", "qwen2-window"), "Qwen2.5-7B", (28, 4, 128)),
+    Family("Qwen 3", ("Qwen3ForCausalLM",), ("qwen3",), "Qwen3-8B", (36, 8, 128)),
+    Family("Qwen 2-VL, 2.5-VL", ("Qwen2ForCausalLM",), ("qwen2.5-vl",), "Qwen2.5-VL-7B", (28, 4, 128), _VISION),
+    Family("Qwen 3-VL", ("Qwen3ForCausalLM",), ("qwen3-vl",), "Qwen3-VL-8B", (36, 8, 128), _VISION),
+    Family(
+        "Qwen 1.5-MoE, 2-MoE", ("Qwen2MoeForCausalLM",), ("qwen2-moe",), "Qwen1.5-MoE-A2.7B", (24, 16, 128), "experts"
+    ),
+    Family("Qwen 3 with experts", ("Qwen3MoeForCausalLM",), ("qwen3-moe",), "Qwen3-30B-A3B", (48, 4, 128), "experts"),
+    Family(
+        "Qwen 3-VL with experts",
+        ("Qwen3MoeForCausalLM",),
+        ("qwen3-vl-moe",),
+        "Qwen3-VL-30B-A3B",
+        (48, 4, 128),
+        f"experts; {_VISION}",
+    ),
+    Family(
+        "gpt-oss",
+        ("GptOssForCausalLM",),
+        ("gpt-oss",),
+        "gpt-oss-20b",
+        (24, 8, 64),
+        "experts, sliding windows, attention sinks; needs a CPU as the device; MXFP4 is served in 8 bits, exactly",
+    ),
+    Family("Gemma", ("GemmaForCausalLM",), ("gemma",)),
+    Family(
+        "Gemma 2",
+        ("Gemma2ForCausalLM",),
+        ("gemma2",),
+        "Gemma 2 9B",
+        (42, 8, 256),
+        "sliding windows, capped logits; needs a CPU as the device",
+    ),
+    Family(
+        "Gemma 3",
+        ("Gemma3ForCausalLM",),
+        ("gemma3",),
+        "Gemma 3 270M",
+        (18, 1, 256),
+        "sliding windows; needs a CPU as the device",
+    ),
+    Family(
+        "Gemma 3, 4B and larger",
+        ("Gemma3ForCausalLM",),
+        ("gemma3-vl",),
+        "Gemma 3 12B",
+        (48, 8, 256),
+        f"sliding windows; needs a CPU as the device; {_VISION}",
+    ),
+    Family("GLM-4", ("Glm4ForCausalLM",), ("glm4",), "GLM-4-9B", (40, 2, 128)),
+    Family("GLM-4.1V", ("Glm4ForCausalLM",), ("glm4v",), "GLM-4.1V-9B", (40, 2, 128), _VISION),
+    Family(
+        "GLM-4.5 to 4.7 (not Flash)", ("Glm4MoeForCausalLM",), ("glm4-moe",), "GLM-4.5-Air", (46, 8, 128), "experts"
+    ),
+    Family("GLM-4.5V, 4.6V", ("Glm4MoeForCausalLM",), ("glm4v-moe",), "GLM-4.5V", (46, 8, 128), f"experts; {_VISION}"),
+    Family("MiniMax-M2", ("MiniMaxM2ForCausalLM",), ("minimax-m2",), "MiniMax-M2", (62, 8, 128), "experts"),
+    Family("Mixtral", ("MixtralForCausalLM",), ("mixtral",), "Mixtral 8x7B", (32, 8, 128), "experts"),
+    Family("OLMoE", ("OlmoeForCausalLM",), ("olmoe",), "OLMoE-1B-7B", (16, 16, 128), "experts"),
+    Family(
+        "OLMo 2, 3",
+        ("Olmo2ForCausalLM",),
+        ("olmo2", "olmo3"),
+        "OLMo 2 7B",
+        (32, 32, 128),
+        "OLMo 3 has sliding windows and needs a CPU as the device",
+    ),
+    Family("Phi-3, Phi-4", ("Phi3ForCausalLM",), ("phi3",), "Phi-4", (40, 10, 128)),
+    Family(
+        "Granite 3, 4 (dense)", ("GraniteForCausalLM",), ("granite", "granite-sinks"), "Granite 3.3 8B", (40, 8, 128)
+    ),
+    Family("Command R", ("CohereForCausalLM",), ("cohere",)),
+    Family(
+        "Command R7B, A; Aya",
+        ("Cohere2ForCausalLM",),
+        ("cohere2",),
+        "Command R7B",
+        (32, 8, 128),
+        "sliding windows, one token longer than transformers' (SGLang); needs a CPU as the device",
+    ),
+    Family(
+        "Command A Vision, Aya Vision",
+        ("Cohere2ForCausalLM",),
+        ("cohere2-vision",),
+        "",
+        (0, 0, 0),
+        f"as Command A; {_VISION}",
+    ),
+    Family(
+        "InternVL 3",
+        ("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+        ("internvl",),
+        "",
+        (0, 0, 0),
+        f"checkpoints in transformers' format; {_VISION}",
+    ),
+    Family("SmolVLM, Idefics 3, LLaVA", ("LlamaForCausalLM",), ("smolvlm",), "", (0, 0, 0), _VISION),
+    Family("StarCoder 2", ("Starcoder2ForCausalLM",), ("starcoder2",), "StarCoder2-7B", (32, 4, 128)),
+    Family("StableLM", ("StableLmForCausalLM",), ("stablelm",)),
+    Family("GPT-2, OPT", ("GPT2LMHeadModel", "OPTForCausalLM"), ("gpt2", "opt")),
+)
+"""Small models of these with random weights give the tokens of plain SGLang or of transformers (test/models)."""
 
 # Limits of the kernels.
 HEAD_DIMS = range(32, 257, 16)
@@ -100,12 +245,12 @@ MODELS = (
     Refusal(lambda m, _: m.is_encoder_decoder, "it is an encoder-decoder, which attends across"),
     Refusal(
         lambda m, _: m.is_multimodal or m.is_audio_model,
-        "it is multimodal, and its language model has no class of its own in SGLang",
+        "it takes images, video or sound, and Fluxion does not know how to load its language model alone",
     ),
     Refusal(
         _is_linear,
-        "it has linear-attention or state-space layers, which SGLang computes with kernels for GPUs alone, and there "
-        "keeps state of in a pool that the host pool cannot stand in for",
+        "it has linear-attention or state-space layers, and neither Fluxion nor SGLang's packages on PyPI have kernels "
+        "for them on a CPU",
     ),
     Refusal(_is_latent, "its attention is {0.attention_arch.name} and not multi-head (it stores no key per KV head)"),
     Refusal(_has_sparse_index, "it brings a sparse index of its own"),

@@ -212,19 +212,21 @@ class _InRows:
 
 def _by_sglang(method: Callable[..., torch.Tensor], layer: nn.Module, x: torch.Tensor, bias: Any) -> torch.Tensor:
     """What SGLang's method makes of x; a packed weight stays so. In bfloat16 PyTorch may compute in float32."""
-    weight, dtype = layer.weight, multiplied_in(x.dtype)
-    plain = type(weight.data) is torch.Tensor and x.numel() and not torch.compiler.is_compiling()
-    if plain and x.dtype is weight.dtype is not dtype:
-        return multiply(x, (weight[rows].to(dtype) for rows in slices(*weight.shape, most=4 << 20)), bias)
-    if not isinstance(weight, PackedWeight):
-        return method(layer, x, bias)
+    weight: Any = layer.weight
+    dtype = multiplied_in(x.dtype)
     if x.numel() == 0:
-        return x.new_empty(*x.shape[:-1], len(layer.weight))
-    parts = [
-        method(_InRows(layer, rows), x, None if bias is None else bias[first : first + len(rows)])
-        for first, rows in layer.weight.memory.slices()
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return x.new_empty(*x.shape[:-1], len(weight))
+    if isinstance(weight, PackedWeight):
+        parts = [
+            method(_InRows(layer, rows), x, None if bias is None else bias[first : first + len(rows)])
+            for first, rows in weight.memory.slices()
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    plain = type(weight.data) is torch.Tensor and not torch.compiler.is_compiling()
+    if plain and x.dtype is weight.dtype is not dtype:
+        outputs, inputs = weight.shape
+        return multiply(x, (weight[rows].to(dtype) for rows in slices(outputs, inputs, 4 << 20)), bias)
+    return method(layer, x, bias)
 
 
 class _Quantised:

@@ -37,8 +37,8 @@ from torch import nn
 
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.sglang.start.cpu_platform import PortableCpuPlatform
-from fluxion_sglang.sglang.weights.mxfp4 import Mxfp4CpuConfig
 from fluxion_sglang.sglang.weights.methods import OnCpu, QuantisedMethod, hold, parts_of
+from fluxion_sglang.sglang.weights.mxfp4 import Mxfp4CpuConfig
 from fluxion_sglang.weights import checkpoints
 from fluxion_sglang.weights.quantised import BLOCK, Quantised
 

@@ -21,6 +21,7 @@ from torch import nn
 from fluxion_sglang.native import NativeLayers, Workers
 from fluxion_sglang.sglang.containment.passes import FailureGuard
 from fluxion_sglang.sglang.steps import layers
+from fluxion_sglang.sglang.weights import methods
 
 IN, OUT = 48, 40
 WORKERS = Workers(2)
@@ -166,6 +167,27 @@ def test_other_shapes_are_sglangs(native: Counted, method: Any, x: torch.Tensor)
     got = module.quant_method.apply(module, x)
     assert native.calls == []
     assert torch.equal(got, method().apply(module, x))
+
+
+@METHODS
+@pytest.mark.parametrize("bias", [False, True])
+def test_many_rows_of_a_slow_bfloat16(
+    native: Counted, method: Any, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, some rows of the weight after the other."""
+    monkeypatch.setattr(methods, "SLOW_BFLOAT16", True)
+    monkeypatch.setattr(
+        layers, "slices", lambda outputs, inputs, most: (slice(i, i + 32) for i in range(0, outputs, 32))
+    )
+    module = holding(method()).bfloat16()
+    install(module=module)
+    x, b = torch.randn(layers.MAX_COPIED_ROWS + 1, IN).bfloat16(), torch.randn(OUT).bfloat16() if bias else None
+    want = x.double() @ module.weight.double().T
+    assert native.calls == []
+    got = module.quant_method.apply(module, x, b)
+    torch.testing.assert_close(got.double(), want if b is None else want.bfloat16().double() + b, rtol=1e-2, atol=2e-2)
+    module.quant_method.apply(module, x[:-1], b)
+    assert native.calls == ["linear"]
 
 
 def test_what_torch_compiles_is_sglangs(native: Counted, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ METHODS = pytest.mark.parametrize("build", [weighted, head])
 @METHODS
 def test_a_packed_layer_gives_what_it_gave(build: Callable[[], nn.Module]) -> None:
     for bias, shape in product(
-        [False, True], [(1,), (8,), (layers.MAX_ROWS,), (layers.MAX_PACKED_ROWS + 1,), (2, 3), ()]
+        [False, True], [(1,), (8,), (layers.MAX_ROWS,), (layers.MAX_COPIED_ROWS + 1,), (2, 3), ()]
     ):
         with case(bias=bias, shape=shape):
             module = build()
@@ -217,7 +217,7 @@ def test_a_packed_layer_gives_what_it_gave(build: Callable[[], nn.Module]) -> No
 
 
 @METHODS
-@pytest.mark.parametrize("rows", [layers.MAX_ROWS + 1, layers.MAX_PACKED_ROWS])
+@pytest.mark.parametrize("rows", [layers.MAX_ROWS + 1, layers.MAX_COPIED_ROWS])
 def test_more_rows_are_the_workers_while_it_is_packed(build: Callable[[], nn.Module], rows: int) -> None:
     module, x = build(), random(rows, IN)
     weight = module.weight.detach().clone()
@@ -233,7 +233,7 @@ def test_many_rows_of_a_large_weight_go_in_slices(
 ) -> None:
     module = build()
     rows, bias = module.weight.detach().clone(), random(OUT)
-    x = random(layers.MAX_PACKED_ROWS + 9, IN)
+    x = random(layers.MAX_COPIED_ROWS + 9, IN)
     install(module)
     monkeypatch.setattr(packed, "_SLICE", 2 * LAYERS.panel * IN * 2 + 1)
     assert [(first, len(part)) for first, part in module.weight.memory.slices()] == [(0, 48), (48, 48), (96, 4)]

@@ -54,7 +54,6 @@ from fluxion_sglang.sglang.weights.experts import (
     formats_of,
 )
 from fluxion_sglang.sglang.weights.methods import (
-    SLOW_BFLOAT16,
     Part,
     QuantisedMethod,
     multiplied_in,
@@ -64,12 +63,12 @@ from fluxion_sglang.sglang.weights.methods import (
 from fluxion_sglang.sglang.weights.rounding import FORMAT, RoundedHeadMethod, RoundingMethod
 from fluxion_sglang.weights.quantised import slices
 
-MAX_ROWS = 32 if topology()["isa"] == "amx" else 256 if SLOW_BFLOAT16 else 96
-"""Most rows that the workers multiply. Alone, PyTorch is as fast from about 64 rows on (from 256 where it computes in
-float32), and much faster on a matrix unit; but in a model its threads have to be woken between the workers' operations
-(`benchmark/linears.py`)."""
-MAX_PACKED_ROWS = 256
-"""The same of packed weights: up to there PyTorch is faster by less than a copy of them in rows takes."""
+MAX_ROWS = 32 if topology()["isa"] == "amx" else 96
+"""Most rows that the workers multiply. Alone, PyTorch is as fast from about 64 rows on, and much faster on a matrix
+unit; but in a model its threads have to be woken between the workers' operations (`benchmark/linears.py`)."""
+MAX_COPIED_ROWS = 256
+"""The same of weights that PyTorch needs a copy of: they are packed, or their bfloat16 is slow (`multiplied_in`). Up to
+there PyTorch is faster by less than the copy takes."""
 
 MAX_QUANTISED_ROWS = 48
 """The same for quantised weights."""
@@ -183,15 +182,14 @@ def _product(native: Contained, layer: nn.Module, x: torch.Tensor, bias: torch.T
     """What the layer makes of x, or None where that is SGLang's to compute."""
     weight = layer.weight
     assert isinstance(weight, torch.Tensor)
-    order, most = None, MAX_ROWS
+    order, copied = None, multiplied_in(x.dtype) is not x.dtype
     if isinstance(weight, PackedWeight):
         memory = weight.memory
         weight, order = memory.inner, memory.order
-        if memory.packed:
-            most = MAX_PACKED_ROWS
+        copied |= memory.packed
     few = (
         x.dim() == 2
-        and 0 < x.shape[0] <= most
+        and 0 < x.shape[0] <= (MAX_COPIED_ROWS if copied else MAX_ROWS)
         and x.dtype is weight.dtype
         and x.stride(1) == 1
         and weight.stride(1) == 1

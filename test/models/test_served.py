@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zoo
 
-from fluxion_sglang.sglang.start.language_model import MODELS
+from fluxion_sglang.sglang.start.language_model import CLASSES
 from fluxion_sglang.sglang.start.served_models import SERVED
 
 
@@ -17,7 +17,7 @@ def test_every_family_that_is_tested_is_on_the_page() -> None:
 def test_sglang_has_every_class() -> None:
     from sglang.srt.models.registry import ModelRegistry
 
-    classes = {name for family in SERVED for name in family.classes} | set(MODELS.values())
+    classes = {name for family in SERVED for name in family.classes} | set(CLASSES.values())
     assert classes <= set(ModelRegistry.get_supported_archs())
     for family, config in zoo.BY_TRANSFORMERS.items():
         (of,) = [each for each in SERVED if family in each.tests]

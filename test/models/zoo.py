@@ -192,8 +192,8 @@ WIDE = {"llama-wide": _of("LlamaConfig", hidden_size=4160, intermediate_size=512
 """So many inputs that weights are packed."""
 
 EMBEDDINGS = {"olmo2": 1.0, "gemma2": 0.001, "gemma3": 0.001, "gemma3-vl": 0.001}
-"""Of families where norms follow attention: small ones would be lost beside what it adds. Those that are also the last
-layer of a family would repeat the last token if they were large.
+"""The standard deviation of the embedding, of families with a norm behind attention. Without a head of its own a
+model with large embeddings repeats its last token; with one, small embeddings are lost beside what attention adds.
 """
 
 

@@ -57,7 +57,7 @@ def empty() -> Any:
     layer: Any = nn.Module()
     layer.moe_runner_config = SimpleNamespace(
         apply_router_weight_on_input=False, no_combine=False, swiglu_limit=None, gemm1_alpha=1.7, gemm1_clamp_limit=7.0,
-        is_gated=True, activation="silu",
+        is_gated=True, activation="silu", gate_up_interleaved=True, gemm1_beta=None,
     )  # fmt: skip
     layer.use_triton_kernels, layer.moe_ep_size, layer.with_bias = False, 1, True
     Mxfp4ExpertsMethod(False).create_weights(layer, EXPERTS, HIDDEN, INNER, torch.bfloat16, with_bias=True)
@@ -103,6 +103,8 @@ def test_what_does_not_fit_is_refused() -> None:
     load(layer, "w2_weight_scale", scales.fill_(255))
     with pytest.raises(ConfigError, match="above 65504 or not a number"):
         load(layer, "w2_weight", blocks.flatten(2))
+    with pytest.raises(ConfigError, match="use a smaller --tp-size"):
+        Mxfp4ExpertsMethod(False).create_weights(layer, EXPERTS, HIDDEN, 48, torch.bfloat16)
     layer.moe_ep_size = 2
     with pytest.raises(ValueError, match="leave --moe-runner-backend and --ep-size out"):
         Mxfp4ExpertsMethod(False).create_weights(layer, EXPERTS, HIDDEN, INNER, torch.bfloat16)

@@ -103,8 +103,8 @@ def test_a_record_is_read_through_its_decisions(needle: Any, server_args: Any) -
     ("changes", "words"),
     [
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"is_multimodal": True}, "multimodal"),
-        ({"is_audio_model": True}, "multimodal"),
+        ({"is_multimodal": True}, "it takes images, video or sound"),
+        ({"is_audio_model": True}, "it takes images, video or sound"),
         ({"is_hybrid_swa": True}, "sliding-window layers need a KV pool of their own"),
         ({"is_local_attention_model": True}, "chunked-attention"),
         ({"attention_chunk_size": 8192}, "chunked-attention"),

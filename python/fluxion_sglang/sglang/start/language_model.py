@@ -1,9 +1,9 @@
-"""Vision-language checkpoints, of which Fluxion serves the language model alone.
+"""Loads the language model of a vision-language checkpoint, without the vision tower.
 
 SGLang's classes for such checkpoints build the vision tower and number positions in three parts. Here SGLang reads the
-configuration of the language model, and loads that model's own class: `ConfigParser` gives the configuration
-(SGLang's registry of parsers), and a hook in the loader renames the weights and leaves the vision tower's out. M-RoPE
-equals RoPE where a prompt is text: the three parts of a position are equal.
+configuration of the language model, and loads that model's own class. `ConfigParser` gives the configuration (SGLang
+has a registry of parsers). A hook in the loader renames the weights and leaves the vision tower's out. In a text the
+three parts of a position are equal, and M-RoPE equals RoPE.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fluxion_sglang.config import ConfigError
 PARSER: Final = "fluxion-language-model"
 """The name of `ConfigParser`, for SGLang's --model-config-parser."""
 
-CHECKPOINTS: Final = frozenset(
+WHOLE_TYPES: Final = frozenset(
     {
         *(
             "aya_vision",
@@ -40,9 +40,9 @@ CHECKPOINTS: Final = frozenset(
         *("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
     }
 )
-"""`model_type` of the checkpoints."""
+"""`model_type` of vision-language checkpoints."""
 
-MODELS: Final = {
+CLASSES: Final = {
     "cohere2": "Cohere2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "glm4v_moe_text": "Glm4MoeForCausalLM",
@@ -62,7 +62,7 @@ MODELS: Final = {
 
 def is_checkpoint(configuration: Mapping[str, Any]) -> bool:
     """Whether a config.json is one of a checkpoint that `ConfigParser` reads."""
-    return configuration.get("model_type") in CHECKPOINTS
+    return configuration.get("model_type") in WHOLE_TYPES
 
 
 def register() -> None:
@@ -83,8 +83,8 @@ class ConfigParser(ModelConfigParserBase):
 
         text = _language_model(HfModelConfigParser().parse(model, trust_remote_code, revision, **kwargs))
         if (names := _weight_names(model, revision)) is not None:
-            # The defaults of transformers' configurations say nothing about the file.
-            text.tie_word_embeddings = not any(name.endswith("lm_head.weight") for name in names)
+            # transformers' class may have another default than the checkpoint. The names tell.
+            text.tie_word_embeddings = not any("lm_head." in name for name in names)
         return text
 
 
@@ -93,15 +93,17 @@ def _language_model(whole: Any) -> Any:
     from sglang.srt.utils.hf_transformers_utils import get_hf_text_config
 
     text = get_hf_text_config(whole)
-    if text.model_type not in MODELS:
+    if text.model_type not in CLASSES:
         raise ConfigError(
-            f"--enable-fluxion cannot serve this model ({', '.join(whole.architectures or [])}), because its language "
-            f"model ({text.model_type}) has no class of its own in SGLang; serve it without --enable-fluxion."
+            f"--enable-fluxion cannot serve this model ({', '.join(whole.architectures or [])}), because Fluxion does "
+            f"not know how to load its language model ({text.model_type}) alone; serve it without --enable-fluxion."
         )
-    text.architectures = [MODELS[text.model_type]]
-    for name in ("tie_word_embeddings", "quantization_config"):
+    text.architectures = [CLASSES[text.model_type]]
+    for name in ("tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id"):
         if (value := getattr(whole, name, None)) is not None:
             setattr(text, name, value)
+    if (quantisation := getattr(whole, "quantization_config", None)) is not None:
+        text.quantization_config = _renamed_layers(quantisation)
     if isinstance(rope := text.rope_parameters, dict) and "mrope_section" in rope:
         kept = {key: value for key, value in rope.items() if not key.startswith("mrope")}
         text.rope_parameters = kept | {key: "default" for key in ("rope_type", "type") if kept.get(key) == "mrope"}
@@ -112,8 +114,19 @@ def _language_model(whole: Any) -> Any:
     return text
 
 
+def _renamed_layers(quantisation: Any) -> Any:
+    """The checkpoint's quantization_config; its lists and keys name layers, here as the language model does."""
+    if isinstance(quantisation, str):
+        return _LAYER.sub("model.", quantisation).replace("language_model.lm_head", "lm_head")
+    if isinstance(quantisation, list):
+        return [_renamed_layers(each) for each in quantisation]
+    if isinstance(quantisation, dict):
+        return {_renamed_layers(key): _renamed_layers(value) for key, value in quantisation.items()}
+    return quantisation
+
+
 def _weight_names(model: Any, revision: str | None) -> Iterable[str] | None:
-    """The names of the checkpoint's weights; None: they are not known before the weights are downloaded."""
+    """The names of the checkpoint's weights; None: it has no safetensors. A single file is downloaded for them."""
     from transformers.utils import cached_file
 
     def found(name: str) -> str | None:
@@ -127,19 +140,37 @@ def _weight_names(model: Any, revision: str | None) -> Iterable[str] | None:
 
     if (index := found("model.safetensors.index.json")) is not None:
         return json.loads(Path(index).read_text())["weight_map"]
-    if not Path(model).is_dir() or (file := found("model.safetensors")) is None:
+    if (file := found("model.safetensors")) is None:
         return None
     with safe_open(file, "pt") as weights:
         return list(weights.keys())
 
 
+def check_load_format(name: str) -> None:
+    """Refuse what loads weights past the hook below, or by other names. Raises ConfigError."""
+    if name not in ("auto", "safetensors", "fastsafetensors", "pt", "layered", "dummy"):
+        raise ConfigError(
+            f"--enable-fluxion does not work with --load-format {name} here, because it serves the language model of "
+            "this vision-language checkpoint, whose weights it renames while safetensors are loaded; leave it out."
+        )
+
+
+def overrides(given: str) -> str:
+    """SGLang's --json-model-override-args for the whole checkpoint as those for its language model."""
+    values = json.loads(given)
+    return json.dumps(values | values.pop("text_config")) if isinstance(values.get("text_config"), dict) else given
+
+
 # --- Weights ---
 
+_PREFIX = r"(?:model\.language_model|language_model\.model|model\.text_model)\."
+_LAYER = re.compile(_PREFIX)
 _NAME = re.compile(
-    r"(?:model\.language_model|language_model\.model|model\.text_model|model)\.(?P<layer>(?:layers|embed_tokens|norm)\..*)"
-    r"|(?:language_model\.)?(?P<head>lm_head\..*)"
+    rf"(?:{_PREFIX}|model\.)(?P<layer>(?:layers|embed_tokens|norm)\..*)|(?:language_model\.)?(?P<head>lm_head\..*)"
 )
-_FUSED_EXPERTS = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<what>gate_up_proj|down_proj)")
+_FUSED_EXPERTS = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<what>gate_up_proj|down_proj)(?P<more>.*)")
+_VISION = re.compile(r"visual|vision|multi_modal_projector|connector")
+"""In the names of adapters (LoRA) of what is not loaded."""
 
 
 def get_weights_iterator(original: Callable[..., Any], loader: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,27 +179,37 @@ def get_weights_iterator(original: Callable[..., Any], loader: Any, source: Any,
     from sglang.srt.runtime_context import get_model
 
     weights = original(loader, source, *args, **kwargs)
-    if get_model().model_config_parser != PARSER or source.model_config is None:
+    if get_model().model_config_parser != PARSER:
         return weights
+    if source.model_config is None:  # SGLang looks for the layer's number in an adapter's names, and for nothing else
+        return ((name, weight) for name, weight in weights if not _VISION.search(name))
     return renamed(weights, source.model_config.hf_text_config.hidden_size)
 
 
 def renamed(weights: Iterable[tuple[str, torch.Tensor]], hidden: int) -> Iterator[tuple[str, torch.Tensor]]:
     """The language model's weights of a vision-language checkpoint.
 
-    A tensor of all experts becomes a weight [outputs, inputs] of each. It is [experts, outputs, inputs], or
-    [experts, inputs, outputs] in older files; transformers tells them apart by the dimensions, too.
+    A file may have one tensor for all experts of a layer. Each expert then gets its weight [outputs, inputs]. The
+    tensor is [experts, outputs, inputs], or [experts, inputs, outputs] in older files; transformers tells them apart
+    by the dimensions, too.
 
     Args:
         hidden: elements of a hidden state.
+
+    Raises:
+        ConfigError: there is no embedding among them, or experts have scales.
     """
+    embedding = False
     for name, weight in weights:
         if (found := _NAME.fullmatch(name)) is None:
             continue
         ours = found["head"] or f"model.{found['layer']}"
+        embedding |= ours.startswith("model.embed_tokens.")
         if (fused := _FUSED_EXPERTS.fullmatch(ours)) is None:
             yield ours, weight
             continue
+        if fused["more"]:
+            raise _unserved(f"its experts have scales ({name}), and these are not divided between experts")
         gates = fused["what"] == "gate_up_proj"
         if weight.shape[2 if gates else 1] != hidden:
             weight = weight.transpose(1, 2)
@@ -176,3 +217,12 @@ def renamed(weights: Iterable[tuple[str, torch.Tensor]], hidden: int) -> Iterato
             names = ("gate_proj", "up_proj") if gates else ("down_proj",)
             for part, each in zip(names, whole.chunk(len(names)), strict=True):
                 yield f"{fused['experts']}.{expert}.{part}.weight", each
+    if not embedding:
+        raise _unserved("its weights have names that Fluxion does not know")
+
+
+def _unserved(why: str) -> ConfigError:
+    return ConfigError(
+        f"--enable-fluxion cannot serve this vision-language checkpoint, because {why}; give the model in bfloat16, in "
+        "the format of transformers."
+    )

@@ -134,10 +134,16 @@ def _serve_language_model(server_args: Any, view: Any) -> None:
             "--enable-fluxion does not work with --enable-multimodal, because it serves the language model of this "
             "checkpoint alone; leave --enable-multimodal out."
         )
+    language_model.check_load_format(view.load_format)
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     language_model.register()
-    declare_resolution(server_args, "fluxion", model_config_parser=language_model.PARSER)
+    declare_resolution(
+        server_args,
+        "fluxion",
+        model_config_parser=language_model.PARSER,
+        json_model_override_args=language_model.overrides(view.json_model_override_args),
+    )
     logger.info(
         "Fluxion serves the language model of this checkpoint; requests with images, video or audio are refused"
     )

@@ -44,7 +44,7 @@ class Family(NamedTuple):
 _VISION = "the language model of a vision-language checkpoint: text alone"
 SERVED = (
     Family(
-        "Llama 2 to 3.3, SmolLM, Yi",
+        "Llama 2 to 3.3, SmolLM 1 and 2, Yi",
         ("LlamaForCausalLM",),
         ("llama", "llama-3-positions", "llama-a-head-a-head", "llama-16-heads-to-one"),
         "Llama-3.1-8B",
@@ -58,7 +58,7 @@ SERVED = (
         (40, 8, 128),
     ),
     Family(
-        "Mistral Small 3.1 and later, Pixtral",
+        "Mistral Small 3.1, 3.2; Pixtral",
         ("MistralForCausalLM",),
         ("mistral3",),
         "Mistral Small 3.2",
@@ -88,7 +88,7 @@ SERVED = (
         ("gpt-oss",),
         "gpt-oss-20b",
         (24, 8, 64),
-        "experts, sliding windows, attention sinks; needs a CPU as the device; MXFP4 is served in 8 bits, exactly",
+        "experts, sliding windows, attention sinks; needs a CPU as the device; MXFP4 becomes 8 bits, which is exact",
     ),
     Family("Gemma", ("GemmaForCausalLM",), ("gemma",)),
     Family(
@@ -115,7 +115,7 @@ SERVED = (
         (48, 8, 256),
         f"sliding windows; needs a CPU as the device; {_VISION}",
     ),
-    Family("GLM-4", ("Glm4ForCausalLM",), ("glm4",), "GLM-4-9B", (40, 2, 128)),
+    Family("GLM-4", ("Glm4ForCausalLM",), ("glm4",), "GLM-4-9B-0414", (40, 2, 128)),
     Family("GLM-4.1V", ("Glm4ForCausalLM",), ("glm4v",), "GLM-4.1V-9B", (40, 2, 128), _VISION),
     Family(
         "GLM-4.5 to 4.7 (not Flash)", ("Glm4MoeForCausalLM",), ("glm4-moe",), "GLM-4.5-Air", (46, 8, 128), "experts"
@@ -134,16 +134,21 @@ SERVED = (
     ),
     Family("Phi-3, Phi-4", ("Phi3ForCausalLM",), ("phi3",), "Phi-4", (40, 10, 128)),
     Family(
-        "Granite 3, 4 (dense)", ("GraniteForCausalLM",), ("granite", "granite-sinks"), "Granite 3.3 8B", (40, 8, 128)
+        "Granite 3, Granite SWA",
+        ("GraniteForCausalLM", "GraniteSWAForCausalLM"),
+        ("granite", "granite-sinks"),
+        "Granite 3.3 8B",
+        (40, 8, 128),
+        "Granite SWA has sliding windows and attention sinks, and needs a CPU as the device",
     ),
-    Family("Command R", ("CohereForCausalLM",), ("cohere",)),
+    Family("Command R, Aya 23", ("CohereForCausalLM",), ("cohere",)),
     Family(
-        "Command R7B, A; Aya",
+        "Command R7B, Command A",
         ("Cohere2ForCausalLM",),
         ("cohere2",),
         "Command R7B",
         (32, 8, 128),
-        "sliding windows, one token longer than transformers' (SGLang); needs a CPU as the device",
+        "sliding windows, in SGLang a token longer than in transformers; needs a CPU as the device",
     ),
     Family(
         "Command A Vision, Aya Vision",
@@ -151,7 +156,7 @@ SERVED = (
         ("cohere2-vision",),
         "",
         (0, 0, 0),
-        f"as Command A; {_VISION}",
+        f"as Command A: sliding windows; needs a CPU as the device; {_VISION}",
     ),
     Family(
         "InternVL 3",

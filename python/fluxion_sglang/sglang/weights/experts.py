@@ -29,6 +29,8 @@ def computes_experts(layer: nn.Module) -> bool:
         layer.use_triton_kernels,
         layer.moe_ep_size != 1,
         config.swiglu_limit is not None,
+        config.gemm1_alpha is not None and not config.gate_up_interleaved,
+        config.gemm1_beta not in (None, 1.0),
     )
     clamps = config.gemm1_alpha is not None, config.gemm1_clamp_limit is not None
     acts = ("silu", "gelu") if clamps == (False, False) else ("silu",) if clamps == (True, True) else ()

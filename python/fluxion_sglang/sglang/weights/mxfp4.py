@@ -1,7 +1,7 @@
 """gpt-oss as it is published, on a CPU: experts in MXFP4, which the kernels multiply in 8 bits.
 
 The numbers of MXFP4 are integers from -12 to 12 times half a power of two, so 8 bits hold them exactly
-(`weights/checkpoints.py`). The weights take a byte each: half of what bfloat16 takes, twice as much as in the file.
+(`weights/checkpoints.py`). With its scales a weight takes 8.5 bits, twice as much as in the file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Mxfp4CpuConfig(OnCpu, Mxfp4Config):
 
 
 class Mxfp4ExpertsMethod(PackedExpertsMethod):
-    """Packs one of a layer's two weights when its numbers and scales are loaded."""
+    """Packs a layer's two weights. A weight arrives as two tensors, numbers and scales, and is packed when both are
+    there."""
 
     def create_weights(
         self,
@@ -63,6 +64,11 @@ class Mxfp4ExpertsMethod(PackedExpertsMethod):
                 "ones; leave --moe-runner-backend and --ep-size out."
             )
         inner = intermediate_size_per_partition
+        if inner % 32:
+            raise ConfigError(
+                f"--enable-fluxion cannot serve this checkpoint on so many ranks, because experts have {inner} inputs "
+                "on each, and 32 of them share a scale; use a smaller --tp-size."
+            )
         for name, (outputs, inputs) in zip(WEIGHTS, [(2 * inner, hidden_size), (hidden_size, inner)], strict=True):
             found: dict[str, torch.Tensor] = {}
             for part, divisor in (("", 2), ("_scale", 32)):
@@ -90,9 +96,10 @@ def _gather(
     loaded: torch.Tensor,
     **_: Any,
 ) -> None:
-    """Keep a part of a weight; pack the weight if it was the last one."""
+    """Keep a part of a weight, and pack the weight if the other part is there."""
     try:
-        found[part] = loaded.reshape(size)
+        # SGLang's loaders may use the memory again for what comes next.
+        found[part] = loaded.reshape(size).clone()
     except RuntimeError:
         raise _unserved(
             f"it has a tensor of {' x '.join(map(str, loaded.shape))} where its configuration says "

@@ -118,6 +118,7 @@ SPEED: Sequence[Benchmark] = (
     _script("pool_scale", "what grows with the tokens of a host pool"),
     _script("int8_weights", "weights of 8 bits: answers and times of the public models", group="apart"),
     _script("same_file", "the same GGUF file in llama.cpp and here", group="apart"),
+    _script("slices", "decode steps and prompts of large models, on a few of their layers", group="apart"),
     _script("stall", "what a long prompt does to others", group="apart"),
     _script("race", "the same model in llama.cpp, vLLM and others, which it installs", group="apart", continues=True),
     _script("gpu_link", "the link between CPU and GPU", group="apart"),

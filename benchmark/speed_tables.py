@@ -76,6 +76,16 @@ experts = Table(
     ),
     "A layer of Qwen3-30B-A3B: 128 experts of 2,048 x 768, 8 for a row. Medians of {rounds} interleaved rounds.",
 )
+slices = Table(
+    "slices.json",
+    columns_of(
+        "model | weights | layers | ms a layer | ms a token | tokens/s of a prompt",
+        "{model} | {weights} | {layers} | {layer_ms:.2f} | {whole_ms:.0f} | {prompt_tokens_per_s:.0f}",
+    ),
+    "Random weights in the model's shapes. One request with {prompt} tokens of context, policy `full`. A layer: half "
+    "the difference of models with 1 and 3 layers. A token and a prompt of the whole model: by arithmetic.",
+    align="llrrrr",
+)
 same_file = Table(
     "same_file.json",
     {
@@ -404,6 +414,7 @@ SPEED_TABLES: dict[str, Callable[[Path], str]] = {
     "linears": linears,
     "int8_weights": int8_weights,
     "experts": experts,
+    "slices": slices,
     "same_file": same_file,
     "prompt_attention": prompt_attention,
     "first_token": first_token,

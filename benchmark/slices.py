@@ -83,6 +83,7 @@ def measure(shape: Shape, layers: int) -> tuple[float, float]:
         command = [sys.executable, "-m", "fluxion_sglang.bench_one_batch", "--model-path", folder, "--device", "cpu"]
         command += ["--load-format", "dummy", "--enable-fluxion", "--batch-size", "1", "--input-len", str(PROMPT)]
         command += ["--output-len", str(TOKENS), "--skip-tokenizer-init", "--max-total-tokens", "4096", *shape.words]
+        command += ["--tokenizer-path", str(common.NEEDLE)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = [re.findall(_LATENCY.format(what), done.stdout + done.stderr) for what in ("Decode", "Prefill")]
     if not all(found):

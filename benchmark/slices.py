@@ -73,7 +73,7 @@ QUICK = Shape("small", 4, _config("qwen3", "Qwen3ForCausalLM", 256, 512, 4, 2, 6
 
 
 def measure(shape: Shape, layers: int) -> tuple[float, float]:
-    """Milliseconds of a decode step, and of the prompt, with so many of the layers."""
+    """Milliseconds of a decode step, and of the prompt, of a model with this many layers."""
     config = shape.config | {"num_hidden_layers": layers}
     if shape.config is GPT_OSS:
         turns = ("sliding_attention", "full_attention")

@@ -351,8 +351,8 @@ struct ModelKernels {
   LinearPanels panels;
 
   // The same two where weights are quantised panels; in is a multiple of kQuantisedBlock, first one of
-  // kQuantisedPanel, and so is count but for the last outputs. x is rounded, in each block
-  // of kQuantisedBlock inputs by at most 2^-16 of the largest; if an input is not finite, the row's outputs
+  // kQuantisedPanel, and so is count but for the last outputs. The kernel rounds x: in each block of
+  // kQuantisedBlock inputs by at most 2^-16 of the largest one. If an input is not finite, the row's outputs
   // are NaN.
   void (*pack_quantised)(const void* x, int64_t x_stride, int rows, int in, void* packed);
   void (*linear_quantised)(const LinearArgs& args, int64_t first, int count, void* out);

@@ -163,7 +163,7 @@ BY_TRANSFORMERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "granite-sinks": _of(
         "GraniteSWAConfig", **BY_TURNS, sliding_window=150, rope_theta=10000.0, layer_rope_theta=[10000.0, 10000.0]
     ),
-    # Of these SGLang has a kernel for GPUs alone.
+    # SGLang has only GPU kernels for parts of these.
     "minimax-m2": _of(
         "MiniMaxM2Config",
         num_local_experts=4,

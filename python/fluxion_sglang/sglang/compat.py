@@ -283,6 +283,8 @@ _NAMES = {
     "configs.model_config": ("AttentionArch.MHA",),
     "configs.model_config_parser_registry": ("ModelConfigParserBase", "register_model_config_parser"),
     "environ": ("envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",),
+    "utils.hf_transformers.config": ("HfModelConfigParser.parse",),
+    "utils.hf_transformers_utils": ("get_hf_text_config",),
     "runtime_context": ("get_context", "get_disagg", "get_model", "get_parallel"),
     "mem_cache.memory_pool": ("KVCache",),
     "managers.schedule_batch": (

@@ -102,7 +102,7 @@ def install(layer: FusedMoE, native: Any = None) -> None:
 
 
 def is_native(rows: int, dtype: torch.dtype) -> bool:
-    """Whether the workers compute so many rows."""
+    """Whether the workers compute this many rows."""
     return rows * CHOSEN <= layers.MAX_EXPERT_ROWS * EXPERTS or multiplied_in(dtype) is not dtype
 
 

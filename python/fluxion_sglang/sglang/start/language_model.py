@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,21 +25,9 @@ from fluxion_sglang.config import ConfigError
 PARSER: Final = "fluxion-language-model"
 """The name of `ConfigParser`, for SGLang's --model-config-parser."""
 
-WHOLE_TYPES: Final = frozenset(
-    {
-        *(
-            "aya_vision",
-            "cohere2_vision",
-            "gemma3",
-            "glm4v",
-            "glm4v_moe",
-            "idefics3",
-            "internvl",
-            "llava",
-            "llava_next",
-        ),
-        *("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
-    }
+WHOLE_TYPES: Final = (
+    *("aya_vision", "cohere2_vision", "gemma3", "glm4v", "glm4v_moe", "idefics3", "internvl", "llava", "llava_next"),
+    *("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
 )
 """`model_type` of vision-language checkpoints."""
 
@@ -65,12 +54,10 @@ def is_checkpoint(configuration: Mapping[str, Any]) -> bool:
     return configuration.get("model_type") in WHOLE_TYPES
 
 
+@cache
 def register() -> None:
     """Let SGLang find the parser, in this process."""
-    from sglang.srt.configs import model_config_parser_registry as registry
-
-    if registry._MODEL_CONFIG_PARSER_REGISTRY.get(PARSER) is not ConfigParser:
-        register_model_config_parser(PARSER)(ConfigParser)
+    register_model_config_parser(PARSER)(ConfigParser)
 
 
 class ConfigParser(ModelConfigParserBase):

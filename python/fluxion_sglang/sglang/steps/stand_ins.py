@@ -1,4 +1,4 @@
-"""PyTorch in place of kernels that SGLang has for GPUs alone, and that some models call by name."""
+"""PyTorch in place of kernels that some models call by name and SGLang has for GPUs alone; LoRA in ordinary memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,14 @@ def clamped_swiglu(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
 
 
 def sums_of_squares(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Of the rows of q, and then of k, in float32 (MiniMax-M2's norms of queries and keys)."""
+    """The sum of squares of each row of q, then of each row of k, in float32 (MiniMax-M2's norms of queries and keys).
+
+    Args:
+        q, k: [rows, size], sizes may differ.
+
+    Returns:
+        [2 * rows].
+    """
     return torch.cat([x.float().square().sum(-1) for x in (q, k)])
 
 
@@ -61,7 +68,8 @@ def rms_apply(
     """RMSNorm of the rows of q and of k.
 
     Args:
-        sums: of `sums_of_squares`, over all ranks; each has as many elements of a row.
+        q, k: [rows, size]. q_weight, k_weight: [size].
+        sums: [2 * rows], of `sums_of_squares`, added up over the ranks. Each rank has an equal share of a row.
     """
     parts = zip((q, k), (q_weight, k_weight), sums.split(len(q)), strict=True)
     return tuple(
@@ -91,7 +99,8 @@ _FUNCTIONS: dict[Need, Callable[..., Any]] = {
 
 
 def make_lora_manager(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """AROUND LoRAManager.__init__: without an accelerator there is none to pin memory for, and PyTorch refuses it."""
+    """AROUND LoRAManager.__init__. PyTorch refuses to pin memory on a machine without an accelerator; SGLang's code for
+    adapters gets ordinary memory there."""
     if not torch.accelerator.is_available():
         torch.Tensor.pin_memory = _as_it_is  # type: ignore[assignment]
         for name in ("lora", "layers", "backend.torch_backend"):

@@ -66,8 +66,8 @@ class Mxfp4ExpertsMethod(PackedExpertsMethod):
         inner = intermediate_size_per_partition
         if inner % 32:
             raise ConfigError(
-                f"--enable-fluxion cannot serve this checkpoint on so many ranks, because experts have {inner} inputs "
-                "on each, and 32 of them share a scale; use a smaller --tp-size."
+                f"--enable-fluxion cannot serve this checkpoint with this --tp-size, because a rank has {inner} inputs "
+                "of each expert, and 32 of them share a scale; use a smaller --tp-size."
             )
         for name, (outputs, inputs) in zip(WEIGHTS, [(2 * inner, hidden_size), (hidden_size, inner)], strict=True):
             found: dict[str, torch.Tensor] = {}

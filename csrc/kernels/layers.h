@@ -65,23 +65,28 @@ void rms_norm(const void* x_row, const void* residual_row, const void* weights, 
   });
 }
 
+// x * sigmoid(z); z has the sign of x. The sigmoid is of a power that cannot overflow: e^-|z| / (1 + e^-|z|), or
+// 1 / (1 + e^-|z|).
+inline Vec times_sigmoid(Vec x, Vec z) {
+  const Vec power = exp_nonpositive(min(z, sub(set1(0.0f), z)));
+  float one[kLanes], e[kLanes], at[kLanes];
+  store(one, x);
+  store(e, power);
+  for (int j = 0; j < kLanes; ++j) {
+    const float total = 1.0f + e[j];
+    at[j] = one[j] < 0.0f ? one[j] * e[j] / total : one[j] / total;
+  }
+  return load(at);
+}
+
 // gate * sigmoid(of(gate)), rounded, * up; of(x) has the sign of x.
 template <class T, class Of>
 void gate_mul(const void* gates, const void* ups, int size, void* out_row, Of of) {
   const T *gate = static_cast<const T*>(gates), *up = static_cast<const T*>(ups);
   T* out = static_cast<T*>(out_row);
   along<T>(size, [&](int i, auto get, auto put) {
-    const Vec x = get(gate + i), z = of(x);
-    // The sigmoid by a power that cannot overflow: e^-|z| / (1 + e^-|z|), or 1 / (1 + e^-|z|).
-    const Vec power = exp_nonpositive(min(z, sub(set1(0.0f), z)));
-    float one[kLanes], e[kLanes], at[kLanes];
-    store(one, x);
-    store(e, power);
-    for (int j = 0; j < kLanes; ++j) {
-      const float total = 1.0f + e[j];
-      at[j] = one[j] < 0.0f ? one[j] * e[j] / total : one[j] / total;
-    }
-    put(out + i, mul(rounded<T>(load(at)), get(up + i)));
+    const Vec x = get(gate + i);
+    put(out + i, mul(rounded<T>(times_sigmoid(x, of(x))), get(up + i)));
   });
 }
 

@@ -337,6 +337,17 @@ struct PredictorKernels {
                 int panels, bool relu, float* y, int64_t y_stride);
 };
 
+// One token of one value head, for `delta_rule`.
+struct DeltaToken {
+  const float *key, *query;  // [keys]
+  float decay, strength;
+  const void* value;  // [values]
+  void* out;          // [values]
+};
+
+constexpr int kConvolutionTaps = 4;  // at most
+constexpr int kDeltaPad = 16;        // of keys
+
 // The model's other layers call these.
 struct ModelKernels {
   // Writes `rows` rows of x, x_stride elements apart, as `linear` takes them: linear_pack_bytes(rows, in)
@@ -374,6 +385,18 @@ struct ModelKernels {
   // 2i with 2i + 1. What is beyond `rotary` is copied.
   void (*rope)(const void* x, const void* cos_sin, int heads, int head_dim, int rotary, bool halves,
                void* out);
+
+  // out = x / sqrt(sum of squares of x + 1e-6) * factor, [size], a multiple of kDeltaPad.
+  void (*unit_vector)(const void* x, int size, float factor, float* out);
+  // The gated delta rule ("Gated Delta Networks", Yang et al., 2025, Eq. 10) on rows first..first + rows - 1 of
+  // a head's state [values][keys], for one token after another. keys is a multiple of kDeltaPad.
+  //   state = decay * state; state += strength * (value - state key) key^T; out = state query
+  void (*delta_rule)(const DeltaToken* tokens, int64_t count, int keys, int first, int rows, float* state);
+  // A causal convolution of every channel, and SiLU, rounded once. x, out: [tokens][channels], rows that many
+  // elements apart; weights [channels][taps], bias [channels] or nullptr; state [channels][taps - 1]: the
+  // inputs before the first token, oldest first, which become those before the next one.
+  void (*convolve)(const void* x, int64_t x_stride, int64_t tokens, int channels, int taps,
+                   const void* weights, const void* bias, void* state, void* out, int64_t out_stride);
 };
 
 struct KernelTable : BlockKernels, SketchKernels, AttendKernels, TileKernels, PredictorKernels, ModelKernels {

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "model/hand_out.h"
+
 namespace fluxion {
 namespace {
 
@@ -20,25 +22,6 @@ constexpr int kPiecesOfWorker = 8;
 constexpr int64_t kSumBytes = 128 << 10;
 
 constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
-// Calls work(item, worker) for every item below count. A worker that is free takes the next item.
-template <class Work>
-void hand_out(WorkerPool& workers, int64_t count, const Work& work) {
-  struct Items {
-    const Work& work;
-    int64_t count;
-    alignas(64) std::atomic<int64_t> next{0};
-
-    void run(int worker) {
-      for (int64_t i = next.fetch_add(1, std::memory_order_relaxed); i < count;
-           i = next.fetch_add(1, std::memory_order_relaxed))
-        work(i, worker);
-    }
-  } items{work, count};
-  const auto body = [](void* ctx, int worker) { static_cast<Items*>(ctx)->run(worker); };
-  if (count > 1 && workers.size() > 1 && workers.launch(body, &items)) return workers.join();
-  items.run(0);
-}
 
 float to_float(float x) { return x; }
 float to_float(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
+from forked import Forked
 from places import NEEDLE, ROOT
 
 from fluxion_sglang.commands.needle import NeedlePrompt, score
@@ -38,7 +39,7 @@ LEAK_WORDS = re.compile(
 )
 
 
-def await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def await_health(url: str, process: Forked | subprocess.Popen[bytes], log: Path) -> None:
     """Block until a server that was started answers; raises with the end of its log if it does not come up."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
@@ -76,11 +77,12 @@ class Server:
     Args:
         flags: extra command line words. env: extra environment.
         model: model folder. fluxion: JSON for --fluxion-config, "" for the bare flag, None for plain SGLang.
+        spawn: start it as users do, in processes that import SGLang themselves; otherwise it is forked (forked.py).
     """
 
     def __init__(
         self, *flags: str, model: str = NEEDLE, fluxion: str | None = "", dtype: str = "float32",
-        env: dict[str, str] | None = None, log: Path,
+        env: dict[str, str] | None = None, log: Path, spawn: bool = False,
     ) -> None:  # fmt: skip
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port)]
@@ -95,14 +97,16 @@ class Server:
         if fluxion is not None:
             command += ["--enable-fluxion"] + (["--fluxion-config", fluxion] if fluxion else [])
         self.log_path = log
-        self._log = log.open("w")
-        self.process = subprocess.Popen(
-            [*command, *flags],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", **(env or {})},
-            start_new_session=True,
-        )
+        log.write_text("")
+        self.process: Forked | subprocess.Popen[bytes]
+        if spawn:
+            environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **(env or {})}
+            with log.open("w") as out:
+                self.process = subprocess.Popen(
+                    [*command, *flags], stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                )
+        else:
+            self.process = Forked([*command[1:], *flags], env or {}, log, log)
 
     def wait(self) -> Server:
         """Block until the server answers; raises with the end of its log if it does not come up."""
@@ -134,7 +138,6 @@ class Server:
         # The scheduler is a grandchild; the session's group takes it along even when the parent is gone.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self._log.close()
 
     def __enter__(self) -> Server:
         return self.wait()

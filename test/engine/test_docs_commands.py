@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
 import requests
 from page_commands import Block, blocks, lines
@@ -49,10 +48,7 @@ def with_prompt(text: str) -> str:
 def run_program(text: str, folder: Path, **environment: str) -> str:
     script = folder / "program.py"
     script.write_text(text)
-    done = subprocess.run(
-        [sys.executable, str(script)], env={**os.environ, **environment}, capture_output=True, text=True,
-        timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
+    done = forked.run(str(script), **environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

@@ -67,7 +67,7 @@ class Shared:
 
 class TestTheFlagAlone(Shared):
     """A model without a predictor, whose server has the flag and no policy: chunks of 1,024 tokens, the overlap
-    scheduler on (SGLang's default), a pool that holds everything.
+    scheduler on (SGLang's default), a pool that holds everything, processes that SGLang spawns.
     """
 
     @pytest.fixture(scope="class")
@@ -78,7 +78,7 @@ class TestTheFlagAlone(Shared):
                 (model / file.name).symlink_to(file)
         with Server(
             "--chunked-prefill-size", "1024", model=str(model), fluxion='{"host_tokens": 65536}',
-            log=logs / "flag-alone.log",
+            log=logs / "flag-alone.log", spawn=True,
         ) as server:  # fmt: skip
             yield server
             server.assert_clean()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import cases
+import forked
 import gguf_files
 import httpx
 import pytest
@@ -88,7 +87,7 @@ def test_experts_are_those_of_the_file_and_steps_are_replayed(logs: Path) -> Non
 
 
 def test_a_refusal_is_one_sentence(file: Path, want: list[list[int]]) -> None:
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(file), "--device", "cpu"]
-    done = subprocess.run([*command, "--enable-fluxion", "--tp-size", "2"], capture_output=True, text=True, timeout=300)
+    command = ["-m", "sglang.launch_server", "--model-path", str(file), "--device", "cpu"]
+    done = forked.run(*command, "--enable-fluxion", "--tp-size", "2")
     assert done.returncode != 0 and "its blocks cannot be divided among ranks" in done.stderr
     assert "Traceback" not in done.stderr

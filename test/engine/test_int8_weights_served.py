@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import cases
+import forked
 import httpx
 import pytest
 import tiny_model
@@ -84,6 +83,5 @@ class TestAServer:
     ],
 )
 def test_refusals_are_one_sentence(model: str, flags: list[str], says: str) -> None:
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--device", "cpu", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = forked.run("-m", "sglang.launch_server", "--model-path", model, "--device", "cpu", *flags)
     assert done.returncode != 0 and says in done.stderr and "Traceback" not in done.stderr

@@ -17,6 +17,7 @@ from pathlib import Path
 import cases
 import pytest
 import tiny_model
+from forked import Forked
 from server import Server
 from sglang.test import kl_test_utils
 from sglang.test.kits import radix_cache_server_kit
@@ -36,7 +37,7 @@ class TestKits(AbortAllMixin, KLDivergenceMixin, unittest.TestCase):
 
     base_url: str
     model: str
-    process: subprocess.Popen[bytes]
+    process: Forked | subprocess.Popen[bytes]
 
     @pytest.fixture(scope="class", autouse=True)
     def server(self, request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 from places import ROOT
-from server import PATIENCE_S
 
 from fluxion_quality import session
 from fluxion_sglang import cli
@@ -80,14 +77,7 @@ def served(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The result file, and what the program printed."""
     script = folder / "program.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(script), str(MODEL), str(folder / "out.json")],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-        check=False,
-    )
+    done = forked.run(str(script), str(MODEL), str(folder / "out.json"))
     assert "RESULT " in done.stdout, done.stdout[-2000:] + done.stderr[-6000:]
     return json.loads((folder / "out.json").read_text()), json.loads(done.stdout.split("RESULT ")[1].splitlines()[0])
 
@@ -149,10 +139,7 @@ def test_sglang_without_the_flag_gives_the_same_answers(
     words = ["bench", "quality", "--suite", "ruler", "--model", str(MODEL), "--out", str(out)]
     words += ["--lengths", "1k", "--tasks", ",".join(TASKS), "--samples", "2", "--dtype", "float32", "--device", "cpu"]
     words += ["--policies", "streaming,oracle,fixed:16:0.05,off"]
-    done = subprocess.run(
-        [sys.executable, "-m", "fluxion_sglang.cli", *words], capture_output=True, text=True, timeout=PATIENCE_S,
-        check=False,
-    )  # fmt: skip
+    done = forked.run("-m", "fluxion_sglang.cli", *words)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     rows = json.loads(out.read_text())["rows"]
     assert [row for row in rows if row["policy"] != "off"] == served[0]["rows"]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import cases
+import forked
 import httpx
 import packings
 import pytest
@@ -108,10 +106,9 @@ def test_ranks_have_parts_of_it(model: str, answers: Callable[[str], list[list[i
 def test_a_refusal_is_one_sentence(logs: Path) -> None:
     model = tiny_model.build(logs / "tiny-model-ranks", kv_heads=4)
     path = checkpoint(model, "w4a16", logs / "w4a16-ranks")
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", path, "--device", "cpu"]
+    command = ["-m", "sglang.launch_server", "--model-path", path, "--device", "cpu"]
     command += ["--enable-fluxion", "--tp-size", "4", "--skip-tokenizer-init"]
-    env = {**os.environ, "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
+    done = forked.run(*command, SGLANG_CPU_OMP_THREADS_BIND="0|1|0|1")
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert (
         "128 inputs has 32 on each of 4 ranks, not whole groups of 64; use a smaller --tp-size than 4." in done.stderr

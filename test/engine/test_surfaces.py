@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from places import NEEDLE
-from server import PATIENCE_S
 
 from fluxion_sglang.commands.needle import needle_prompt
 
@@ -55,19 +52,12 @@ if __name__ == "__main__":
 """
 
 
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], env={**os.environ, **environment}, capture_output=True, text=True,
-        timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(("surface", "policy", "least"), [("engine", "fixed:16:0.05", 4), ("runtime", "full", 8)])
 def test_programs(surface: str, policy: str, least: int, tmp_path: Path) -> None:
     """sgl.Engine at the paper's baseline budget, sgl.Runtime exactly; right answers out of eight."""
     script = tmp_path / "program.py"
     script.write_text(SCRIPT)
-    done = run(str(script), surface, NEEDLE, json.dumps({"policy": policy}))
+    done = forked.run(str(script), surface, NEEDLE, json.dumps({"policy": policy}))
     assert "RESULT " in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
     found, wanted = json.loads(done.stdout.split("RESULT ")[1].splitlines()[0])
     right = sum(f == w for f, w in zip(found, wanted, strict=True))
@@ -83,7 +73,7 @@ def test_one_batch_computes_what_plain_sglang_computes(tmp_path: Path) -> None:
     words += ["--prompt-filename", str(prompts)]
 
     def answers(*more: str) -> list[str]:
-        done = run("-m", "sglang.benchmark.one_batch", *words, *more)
+        done = forked.run("-m", "sglang.benchmark.one_batch", *words, *more)
         assert done.returncode == 0, done.stderr[-4000:]
         lines = done.stdout.splitlines()
         found = [i for i, line in enumerate(lines) if line.startswith("========== Prompt")]
@@ -96,7 +86,7 @@ def test_one_batch_computes_what_plain_sglang_computes(tmp_path: Path) -> None:
 def test_a_corrupt_library_is_refused_in_one_sentence(tmp_path: Path) -> None:
     library = tmp_path / "libfluxion.so"
     library.write_bytes(b"\\x7fELF and nothing more")
-    done = run(
+    done = forked.run(
         "-m", "sglang.launch_server", "--model-path", NEEDLE, "--device", "cpu", "--enable-fluxion",
         FLUXION_LIBRARY=str(library),
     )  # fmt: skip

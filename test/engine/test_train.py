@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import tiny_model
 import torch
-from server import PATIENCE_S
 
 from fluxion_sglang.kv.placement import Placement
 from fluxion_sglang.predictor import artifact
@@ -42,7 +39,7 @@ class TestTrain:
         data = folder / "data.jsonl"
         data.write_text("".join(json.dumps(line) + "\n" for line in lines))
         model = tiny_model.build(folder / "tiny")
-        words = [sys.executable, "-m", "fluxion_sglang.cli", "train", "--model", model, "--data", str(data)]
+        words = ["-m", "fluxion_sglang.cli", "train", "--model", model, "--data", str(data)]
         words += ["--out", str(folder / "tiny" / "fluxion"), "--taus", ",".join(map(str, TAUS)), "--epochs", "1"]
         words += ["--sinks", str(PLACEMENT.sinks), "--window", str(PLACEMENT.window)]
         return [*words, "--dtype", "float32", "--device", "cpu", "--kl", "0", "--accuracy", "0"]
@@ -50,7 +47,7 @@ class TestTrain:
     @pytest.fixture(scope="class")
     def out(self, words: list[str]) -> Path:
         """The folder of the predictor."""
-        done = run(words)
+        done = forked.run(*words)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
         folder = Path(words[words.index("--out") + 1])
         found = json.loads((folder / calibration.NAME).read_text())
@@ -84,11 +81,6 @@ class TestTrain:
         assert {path.name for path in out.glob("*.svg")} == {"streaming.svg", "budgets.svg", "blocks.svg"}
 
     def test_samples_of_other_settings_are_not_mixed_in(self, words: list[str], out: Path) -> None:
-        done = run([*words, "--sinks", "32"])
+        done = forked.run(*words, "--sinks", "32")
         assert done.returncode == 2
         assert done.stderr.endswith("(other sinks; see settings.json); give another --out, or delete it.\n")
-
-
-def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, env=env, check=False)

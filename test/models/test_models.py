@@ -6,13 +6,11 @@ The models have no predictor, so the flag alone is exact. Every test starts SGLa
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import zoo
@@ -53,11 +51,7 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
 
 def answers(options: dict[str, Any], rounds: Rounds, **env: str) -> tuple[str, Answers]:
     """The attention backend that was used, and what it answered, all rounds in one list."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)], input=json.dumps({"options": options, "rounds": rounds}),
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false", **env}, capture_output=True, text=True, timeout=1800,
-        check=False,
-    )  # fmt: skip
+    done = forked.run(str(PROGRAM), given=json.dumps({"options": options, "rounds": rounds}), **env)
     assert MARK in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
     assert "run without graphs" not in done.stderr, done.stderr[-4000:]
     found = json.loads(done.stdout.split(MARK)[1].splitlines()[0])

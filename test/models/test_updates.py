@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import zoo
 from program import MARK
@@ -25,9 +24,7 @@ NEEDED = "needs them in rows"
 def test_weights_that_are_read_and_updated(tmp_path: Path) -> None:
     """The kernels give the same bits of packed weights and of rows: no answer differs until the weights do."""
     folder = zoo.build("llama-wide", tmp_path)
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), folder], capture_output=True, text=True, timeout=1800, check=False
-    )
+    done = forked.run(str(PROGRAM), folder)
     assert MARK in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(done.stdout.split(MARK)[1].splitlines()[0])
     log = done.stdout + done.stderr

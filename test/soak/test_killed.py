@@ -68,7 +68,7 @@ def served(folder: Path, name: str, fluxion: str | None = '{"host_tokens": 13107
     model = tiny_model.build(folder / "model", kv_heads=2)
     log = folder / f"{name}.log"
     env = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
-    with Server("--max-running-requests", "24", model=model, fluxion=fluxion, env=env, log=log) as server:
+    with Server("--max-running-requests", "24", model=model, fluxion=fluxion, env=env, log=log, spawn=True) as server:
         yield server
 
 

@@ -28,6 +28,9 @@ _IMPORTS = [
 PATIENCE_S = 1800
 """For a program that runs to its end: seconds on a quiet machine."""
 
+_READ_AT_IMPORT = ("TEST_RETRACT", "TEST_RETRACT_INTERVAL", "TEST_RETRACT_NO_PREFILL_BS")
+"""Of the scheduler's module: variables of the environment."""
+
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -92,6 +95,9 @@ def _run(words: list[str], env: dict[str, str], out: str, err: str, given: str) 
     os.environ.update(env)
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     sys.stdin = io.StringIO(given)
+    scheduler, environ = sys.modules["sglang.srt.managers.scheduler"], sys.modules["sglang.srt.environ"]
+    for name in _READ_AT_IMPORT:
+        setattr(scheduler, name, getattr(environ.envs, f"SGLANG_{name}").get())
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *method, **force: None
     try:

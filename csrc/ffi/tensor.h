@@ -58,7 +58,7 @@ auto guarded(Body body) -> decltype(body()) {
 
 inline constexpr DLDataType kInt32{kDLInt, 32, 1}, kInt64{kDLInt, 64, 1}, kInt8{kDLInt, 8, 1},
     kFloat32{kDLFloat, 32, 1}, kFloat64{kDLFloat, 64, 1}, kBFloat16{kDLBfloat, 16, 1}, kUInt8{kDLUInt, 8, 1},
-    kUInt16{kDLUInt, 16, 1};
+    kUInt16{kDLUInt, 16, 1}, kBool{kDLBool, 8, 1};
 
 inline bool same(DLDataType a, DLDataType b) {
   return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;

@@ -10,6 +10,6 @@ namespace fluxion {
 
 // One more with every change of what is marked, of a class that it takes, or of what Python calls. A library
 // that was built for another number does not fit.
-inline constexpr int64_t kAbiVersion = 44;
+inline constexpr int64_t kAbiVersion = 45;
 
 }  // namespace fluxion

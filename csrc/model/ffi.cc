@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ffi/program.h"
+#include "model/delta_rule.h"
 #include "model/experts.h"
 #include "model/linear.h"
 #include "model/rows.h"
@@ -25,6 +26,7 @@ class LayersObj : public ffi::Object {
   const KernelTable* tables[2];
   LinearScratch scratch;
   ExpertsScratch experts;
+  DeltaRuleScratch delta_rule;
   static constexpr bool _type_mutable = true;
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Layers", LayersObj, ffi::Object);
 
@@ -347,6 +349,111 @@ auto experts_quantised_step(Layers layers, TensorView x, TensorView ids, TensorV
   return run_experts(layers, dtype, layer);
 }
 
+// Rows of requests with states. Raises what does not fit; their numbers are checked when the layer is computed.
+StatefulRows stateful_rows(int64_t rows, const ffi::Optional<TensorView>& starts, const TensorView& slots) {
+  expect(slots, "slots", kInt32, {starts.has_value() ? -1 : rows}, 1);
+  if (starts.has_value()) expect(starts.value(), "starts", kInt32, {slots.size(0) + 1}, 1);
+  return {slots.size(0), starts.has_value() ? data<int32_t>(starts.value()) : nullptr, data<int32_t>(slots)};
+}
+
+// Raises if the numbers of requests do not fit `rows` rows and `states` states.
+void check_stateful(const StatefulRows& at, int64_t rows, int64_t states) {
+  for (int64_t i = 0; i < at.requests; ++i) {
+    if (at.first(i) > at.first(i + 1))
+      Raise("IndexError") << "Request " << i << " begins at row " << at.first(i) << " and the next one before it.";
+    if (at.slots[i] >= states)
+      Raise("IndexError") << "Request " << i << " has state " << at.slots[i] << ", which is not among the " << states
+                          << " of the layer.";
+  }
+  if (at.first(0) != 0 || at.rows() != rows)
+    Raise("IndexError") << "Requests have the rows " << at.first(0) << " to " << at.rows() << " of " << rows << ".";
+}
+
+auto convolve_step(Layers layers, TensorView x, ffi::Optional<TensorView> starts, TensorView slots,
+                   ffi::Optional<TensorView> goes_on, TensorView weights, ffi::Optional<TensorView> bias,
+                   TensorView states, TensorView out) {
+  const DType dtype = dtype_of(x);
+  const DLDataType type = type_of(dtype);
+  expect(x, "x", type, {-1, -1}, 1);
+  expect(out, "out", type, {x.size(0), x.size(1)}, 1);
+  expect(weights, "weights", type, {x.size(1), -1}, 2);
+  const int64_t taps = weights.size(1);
+  if (taps < 1 || taps > kConvolutionTaps)
+    Raise("ValueError") << "The convolution has " << taps << " taps; the kernel has 1 to " << kConvolutionTaps << ".";
+  if (bias.has_value()) expect(bias.value(), "bias", type, {x.size(1)}, 1);
+  expect(states, "states", type, {-1, x.size(1), taps - 1}, 2);
+  ConvolutionLayer layer{};
+  layer.at = stateful_rows(x.size(0), starts, slots);
+  if (goes_on.has_value()) {
+    expect(goes_on.value(), "goes_on", kBool, {layer.at.requests}, 1);
+    layer.goes_on = data<bool>(goes_on.value());
+  }
+  layer.x = rows_of(x, dtype);
+  layer.out = rows_of(out, dtype);
+  layer.channels = int_size(x.size(1), "x");
+  layer.taps = static_cast<int>(taps);
+  layer.weights = data<char>(weights);
+  layer.bias = bias.has_value() ? data<char>(bias.value()) : nullptr;
+  layer.states = rows_of(states, dtype);
+  return [=, at = layers.get(), rows = x.size(0), count = states.size(0)] {
+    check_stateful(layer.at, rows, count);
+    convolve(*at->workers, at->kernels(dtype), dtype, layer);
+  };
+}
+
+auto delta_rule_step(Layers layers, TensorView q, TensorView k, TensorView v, ffi::Optional<TensorView> starts,
+                     TensorView slots, TensorView a, TensorView b, ffi::Optional<TensorView> a_log,
+                     ffi::Optional<TensorView> dt_bias, TensorView states,
+                     ffi::Optional<TensorView> snapshot_at, ffi::Optional<TensorView> snapshots, TensorView out) {
+  const DType dtype = dtype_of(q);
+  const DLDataType type = type_of(dtype);
+  expect(states, "states", kFloat32, {-1, -1, -1, -1}, 3);
+  const int64_t heads = states.size(1), values = states.size(2), keys = states.size(3);
+  if (heads < 1 || values < 1 || keys < 1 || keys % kDeltaPad != 0)
+    Raise("ValueError") << "A state has " << heads << " heads of " << values << " values and " << keys
+                        << " keys; there is one at least of each, and keys are a multiple of " << kDeltaPad << ".";
+  expect(q, "q", type, {-1, -1}, 1);
+  const int64_t rows = q.size(0);
+  if (q.size(1) < keys || q.size(1) % keys != 0 || heads % (q.size(1) / keys) != 0)
+    Raise("ValueError") << "q has " << q.size(1) << " columns; it has heads of " << keys << ", a divisor of "
+                        << heads << ".";
+  expect(k, "k", type, {rows, q.size(1)}, 1);
+  expect(v, "v", type, {rows, heads * values}, 1);
+  expect(out, "out", type, {rows, heads * values}, 1);
+  expect(a, "a", kFloat32, {rows, heads}, 2);
+  expect(b, "b", kFloat32, {rows, heads}, 2);
+  DeltaRuleLayer layer{};
+  layer.at = stateful_rows(rows, starts, slots);
+  if (both(a_log, "a_log", dt_bias, "dt_bias")) {
+    expect(a_log.value(), "a_log", kFloat32, {heads}, 1);
+    expect(dt_bias.value(), "dt_bias", kFloat32, {heads}, 1);
+    layer.a_log = data<float>(a_log.value());
+    layer.dt_bias = data<float>(dt_bias.value());
+  }
+  if (both(snapshot_at, "snapshot_at", snapshots, "snapshots")) {
+    expect(snapshot_at.value(), "snapshot_at", kInt32, {layer.at.requests}, 1);
+    expect(snapshots.value(), "snapshots", kFloat32, {layer.at.requests, heads, values, keys}, 4);
+    layer.snapshot_at = data<int32_t>(snapshot_at.value());
+    layer.snapshots = data<float>(snapshots.value());
+  }
+  layer.q = rows_of(q, dtype);
+  layer.k = rows_of(k, dtype);
+  layer.v = rows_of(v, dtype);
+  layer.out = rows_of(out, dtype);
+  layer.key_heads = int_size(q.size(1) / keys, "q");
+  layer.heads = int_size(heads, "states");
+  layer.keys = int_size(keys, "states");
+  layer.values = int_size(values, "states");
+  layer.a = data<float>(a);
+  layer.b = data<float>(b);
+  layer.states = data<float>(states);
+  layer.slot_stride = states.stride(0);
+  return [=, at = layers.get(), count = states.size(0)] {
+    check_stateful(layer.at, rows, count);
+    delta_rule(*at->workers, at->kernels(dtype), dtype, layer, &at->delta_rule);
+  };
+}
+
 Program program_create(Layers layers) { return Program(ffi::make_object<ProgramObj>(std::move(layers))); }
 
 // The functions of the ABI that a layer has: one runs what `step` makes of its arguments, one adds it to a
@@ -402,3 +509,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_experts, fluxion::Layer<fluxion::experts_s
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_experts_quantised, fluxion::Layer<fluxion::experts_quantised_step>::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_experts_quantised,
                               fluxion::Layer<fluxion::experts_quantised_step>::add);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_convolve, fluxion::Layer<fluxion::convolve_step>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_convolve, fluxion::Layer<fluxion::convolve_step>::add);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_delta_rule, fluxion::Layer<fluxion::delta_rule_step>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_delta_rule, fluxion::Layer<fluxion::delta_rule_step>::add);

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 44
+ABI_VERSION = 45
 """What `abi_version` of a library that fits this file returns."""
 
 _LIBRARY = Path(__file__).parents[1] / "_native" / "libfluxion.so"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,12 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 1024,
 }  # fmt: skip
+
+STATES: dict[str, Any] = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}  # fmt: skip
+"""Three layers of the gated delta rule to one of full attention."""
 
 
 def _of(name: str, **options: Any) -> Callable[[], transformers.PretrainedConfig]:
@@ -127,6 +134,13 @@ VISION_LANGUAGE: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         "Glm4vMoeConfig",
         {**GLM_EXPERTS, **_sections(2, 3, 3, partial_rotary_factor=0.5)},
     ),
+    "qwen3.5": _with_vision("Qwen3_5Config", {**STATES, **_sections(2, 1, 1, mrope_interleaved=True)}),
+    "qwen3.5-moe": _with_vision(
+        "Qwen3_5MoeConfig",
+        {
+            **STATES, **EXPERTS, **_sections(2, 1, 1, mrope_interleaved=True), "shared_expert_intermediate_size": 96,
+        },
+    ),
     "internvl": _with_vision("InternVLConfig", {"model_type": "qwen2"}),
     "smolvlm": _with_vision("SmolVLMConfig", {"model_type": "llama"}),
     "cohere2-vision": _with_vision(
@@ -219,6 +233,11 @@ def build(family: str, folder: Path) -> str:
                 weight.copy_((weight * 20).bfloat16())  # as SGLang keeps them; large enough to matter
             assert torch.isfinite(weight).all(), name
     model.save_pretrained(folder)
+    if family.startswith("qwen3.5"):  # published files have it; transformers does not write it
+        file = folder / "config.json"
+        written = json.loads(file.read_text())
+        written["text_config"]["full_attention_interval"] = 4
+        file.write_text(json.dumps(written))
     save_tokenizer(folder)
     return str(folder)
 

@@ -13,6 +13,7 @@ from fluxion_sglang.weights.quantised import Format
 
 WRITTEN = {
     "linear": 1, "linear_quantised": 1, "experts": 1, "experts_quantised": 1, "norm": 2, "gate_mul": 1, "rope": 2,
+    "convolve": 1, "delta_rule": 1,
 }  # fmt: skip
 """The layers, and how many of their last arguments they write."""
 
@@ -241,6 +242,75 @@ class NativeLayers:
         q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
         self.compute("rope", positions, q, k, cos_sin, head_dim, halves, q_out, k_out)
         return q_out, k_out
+
+    def convolve(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        bias: torch.Tensor | None,
+        states: torch.Tensor,
+        slots: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        goes_on: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A causal convolution of every channel over a request's tokens, and SiLU; [rows, channels].
+
+        Args:
+            x: [rows, channels], bfloat16 or float32; rows may be apart by any stride. weights: [channels, taps], taps at
+                most 4, bias: [channels], in the dtype of x.
+            states: [slots, channels, taps - 1], in the dtype of x: the inputs before a request's first row, oldest
+                first. Those before its next row are left there.
+            slots: [requests] int32; rows of a request with a negative one become zeros.
+            starts: [requests + 1] int32, first rows of the requests, ascending; None: one row each.
+            goes_on: [requests] bool, whether a state is one; if not, zeros stand for it. None: all are.
+
+        Raises:
+            ValueError: shapes, dtypes or strides that do not fit.
+            IndexError: numbers in `starts` or `slots` that do not fit. Nothing is computed then.
+        """
+        out = x.new_empty(x.shape)
+        self.compute("convolve", x, starts, slots, goes_on, weights, bias, states, out)
+        return out
+
+    def delta_rule(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        states: torch.Tensor,
+        slots: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        *,
+        gates: tuple[torch.Tensor, torch.Tensor] | None = None,
+        snapshots: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """The gated delta rule ("Gated Delta Networks", Yang et al., 2025, Eq. 10); [rows, heads * values].
+
+        For each token of a request, with unit vectors of query and key and the query divided by the root of `keys`:
+        state = decay * state; state += strength * (value - state key) key^T; out = state query, rounded once. A request's
+        rows depend on that request alone, to the bit, however its tokens are divided among calls.
+
+        Args:
+            q, k: [rows, key heads * keys], v: [rows, heads * values], bfloat16 or float32; rows may be apart by any
+                stride. Each key head serves heads / key heads heads in a row. keys is a multiple of 16.
+            a, b: [rows, heads] float32: decay is e^a, strength b.
+            states: [slots, heads, values, keys] float32; slots may be apart by any stride. slots, starts: as of
+                `convolve`.
+            gates: a_log and dt_bias, [heads] float32. With them decay is exp(-e^a_log * softplus(a + dt_bias)), strength
+                the sigmoid of b.
+            snapshots: [requests] int32 and [requests, heads, values, keys] float32. The state before a request's token of
+                that number, counted in this call, is copied there; -1: none.
+
+        Raises:
+            ValueError, IndexError: as of `convolve`.
+        """
+        out = v.new_empty(v.shape)
+        self.compute(
+            "delta_rule", q, k, v, starts, slots, a, b, *(gates or (None, None)), states, *(snapshots or (None, None)), out
+        )
+        return out
 
 
 class NativeProgram:

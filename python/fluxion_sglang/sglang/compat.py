@@ -184,6 +184,20 @@ CONTAINMENT = (
     KEEP_GRAMMAR,
 )
 
+# Of layers with a state a request (`states.py`), checked where a model has them.
+_HYBRID = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
+_DELTA_RULE = "sglang.srt.layers.attention.linear.gdn_backend"
+STATE_NEEDS = (
+    Need(_DELTA_RULE, "TritonGDNKernel"),
+    Need(_DELTA_RULE, "causal_conv1d_fn"),
+    Need(_DELTA_RULE, "causal_conv1d_update"),
+    Need(_DELTA_RULE, "fused_gdn_gating"),
+    Need(_HYBRID, "HybridLinearAttnBackend"),
+    Need(_HYBRID, "track_mamba_states_all_layers"),
+    Need(_HYBRID, "track_mamba_states_if_needed"),
+    Need("sglang.srt.layers.attention.linear.kernels.kernel_backend", "LinearAttnKernelBase.extend"),
+)
+
 # Of NGRAM speculative decoding on a CPU (`speculation.py`), checked where a server asks for it.
 TREE_MODULE = "sglang.kernels.ops.speculative.reconstruct_tree"
 NGRAM_SAMPLING = "sglang.srt.speculative.eagle_utils"

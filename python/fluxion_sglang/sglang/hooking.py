@@ -20,6 +20,12 @@ def enabled_here() -> bool:
         return False
 
 
+def attention_of(runner: Any) -> Any:
+    """A model runner's backend of attention. SGLang wraps it where other layers keep states."""
+    backend = runner.attn_backend
+    return getattr(backend, "full_attn_backend", backend)
+
+
 def put_in(hooks: Hooks) -> None:
     """Have each hook called in place of its function, with the function before the arguments; a second call changes
     nothing."""

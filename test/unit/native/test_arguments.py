@@ -116,6 +116,15 @@ class Rig:
                 torch.arange(3), torch.randn(3, 128), torch.randn(3, 64), torch.randn(50, 32), 32, True,
                 torch.empty(3, 128), torch.empty(3, 64),
             ],
+            "convolve": [
+                torch.randn(3, 64), i32(0, 1, 3), i32(0, 2), torch.tensor([True, False]), torch.randn(64, 4),
+                torch.randn(64), torch.randn(4, 64, 3), torch.empty(3, 64),
+            ],
+            "delta_rule": [
+                torch.randn(3, 64), torch.randn(3, 64), torch.randn(3, 32), i32(0, 1, 3), i32(0, 2), torch.randn(3, 4),
+                torch.randn(3, 4), torch.randn(4), torch.randn(4), torch.randn(5, 4, 8, 32), i32(0, -1),
+                torch.randn(2, 4, 8, 32), torch.empty(3, 32),
+            ],
         }  # fmt: skip
         return {
             **{f"layers_{name}": [self.layers, *arguments] for name, arguments in layers.items()},

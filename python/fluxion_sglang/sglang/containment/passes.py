@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from fluxion_sglang.sglang.containment import budgets, counts
 from fluxion_sglang.sglang.containment.ending import end_request
+from fluxion_sglang.sglang.hooking import attention_of
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ def forward_batch_generation(
     """
     from sglang.srt.runtime_context import get_parallel
 
-    guard = getattr(worker.model_runner.attn_backend, "failures", None)
+    guard = getattr(attention_of(worker.model_runner), "failures", None)
     if not isinstance(guard, FailureGuard) or batch is None:
         return original(worker, batch, *args, **kwargs)
     parallel = get_parallel()

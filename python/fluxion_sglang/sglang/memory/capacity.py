@@ -15,6 +15,9 @@ AUTO_FRACTION = 0.5
 EXPLICIT_FRACTION = 0.9
 """Share of the available host memory that a size named by the user may take; the rest keeps the process alive."""
 
+STATES_FRACTION = 1 / 3
+"""Share of the memory for KV and states that states take, where a model has layers with states."""
+
 SUMS, SKETCH_SUM = 16 * 8 + 15, 8
 """Bytes beside the pool that the option `canary` takes for a page of a KV head in a layer: a sum of 8 bytes for every
 token, and for every entry of metadata; and for a sketch, where the pool has them (`csrc/runtime/canary.cc`)."""
@@ -59,11 +62,38 @@ def set_lengths(scheduler: Any) -> None:
     scheduler.max_req_input_len = min(scheduler.max_req_input_len, scheduler.max_req_len - 1)
 
 
-def plan_tokens(config: FluxionConfig, shape: KVShape, available: int) -> int:
+def plan_states(config: FluxionConfig, shape: KVShape, available: int, each: int, least: int) -> int:
+    """How many states there is room for beside the host pool, of running requests and of prefixes.
+
+    Args:
+        available: as of `plan_tokens`. each: bytes of a state. least: states that one request needs.
+
+    Raises:
+        ConfigError: there is no room for one request.
+    """
+    if config.host_tokens is not None:
+        whole = shape.pool_bytes(config.host_tokens // PAGE * PAGE) / (1 - STATES_FRACTION)
+        asked = f"host_tokens={config.host_tokens}"
+    elif config.host_memory_gb is not None:
+        whole, asked = config.host_memory_gb * GIB, f"host_memory_gb={config.host_memory_gb:g}"
+    else:
+        whole, asked = available * AUTO_FRACTION, "the default host pool"
+    states = int(whole * STATES_FRACTION) // each - 1  # SGLang's padding has one as well
+    if states < least:
+        raise ConfigError(
+            f"{asked} leaves room for {max(states, 0)} states of this model, {each / 2**20:.1f} MiB each, and a request "
+            f"needs {least}; pass host_memory_gb={(least + 1) * each / STATES_FRACTION / GIB:.3f} or more, or "
+            "--max-mamba-cache-size."
+        )
+    return states
+
+
+def plan_tokens(config: FluxionConfig, shape: KVShape, available: int, states: int = 0) -> int:
     """Capacity of the host pool in tokens, a multiple of 16.
 
     Args:
         available: bytes of host memory this process may take (cgroup limits and other ranks on the host considered).
+        states: bytes of states beside the pool, which come out of the same memory.
 
     Raises:
         ConfigError: the size asked for does not fit, or no useful pool fits; the sentence names the number that does.
@@ -79,7 +109,7 @@ def plan_tokens(config: FluxionConfig, shape: KVShape, available: int) -> int:
         return bisect.bisect_right(range(1, MAX_PAGES), budget, key=taken) * PAGE
 
     sums = (SUMS + SKETCH_SUM * shape.sketched) * shape.layers * shape.kv_heads if config.canary > 0 else 0
-    most = fitting(available * EXPLICIT_FRACTION, sums)
+    most = fitting(available * EXPLICIT_FRACTION - states, sums)
     floor = Placement(config.sinks, config.window).slots
     if config.host_tokens is not None:
         tokens = config.host_tokens // PAGE * PAGE
@@ -87,7 +117,7 @@ def plan_tokens(config: FluxionConfig, shape: KVShape, available: int) -> int:
         if tokens <= MAX_PAGES * PAGE:  # more the native library cannot count
             asked += f" needs {shape.pool_bytes(tokens) / GIB:.2f} GiB of host memory"
     elif config.host_memory_gb is not None:
-        tokens = fitting(config.host_memory_gb * GIB)
+        tokens = fitting(config.host_memory_gb * GIB - states)
         asked = f"host_memory_gb={config.host_memory_gb:g}"
         if tokens < floor:
             raise ConfigError(
@@ -95,7 +125,7 @@ def plan_tokens(config: FluxionConfig, shape: KVShape, available: int) -> int:
                 f"({floor}); pass at least {shape.pool_bytes(floor) / GIB:.3f}."
             )
     else:
-        tokens, asked = fitting(available * AUTO_FRACTION), "the default host pool"
+        tokens, asked = fitting(available * AUTO_FRACTION - states), "the default host pool"
     if tokens > most:
         raise ConfigError(
             f"{asked}, but only {available / GIB:.2f} GiB are available to this process; "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.models.utils import get_token_to_kv_pool
-from sglang.srt.runtime_context import get_disagg, get_parallel, get_spec
+from sglang.srt.runtime_context import get_context, get_disagg, get_parallel, get_schedule, get_spec
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.executor.device import maker_of
@@ -23,6 +23,7 @@ from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.sglang.memory import capacity, transfer
 from fluxion_sglang.sglang.memory.sizing import Turn
+from fluxion_sglang.sglang.start import served_models
 from fluxion_sglang.sglang.start.options import rank_options
 
 if TYPE_CHECKING:
@@ -149,11 +150,19 @@ class FluxionKVPool(KVCache):
         return (slots[::PAGE] // PAGE).to(torch.int32).cpu()
 
 
+def _attention_layers(configurator: Any) -> list[int]:
+    """The numbers of this process's layers with KV."""
+    info = configurator.layer_info
+    if not served_models.has_states(configurator.model_config):
+        return list(range(info.start_layer, info.start_layer + info.num_effective_layers))
+    return [i for i in served_models.attention_layers(configurator.model_config) if info.start_layer <= i < info.end_layer]
+
+
 def _shape(configurator: Any, config: FluxionConfig) -> KVShape:
     model = configurator.model_config
     parallel = get_parallel()
     return KVShape(
-        layers=configurator.layer_info.num_effective_layers,
+        layers=len(_attention_layers(configurator)),
         kv_heads=model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size),
         head_dim=model.head_dim,
         dtype=configurator.kv_cache_dtype,
@@ -175,14 +184,15 @@ def least_over_ranks(value: int) -> int:
 
 def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, pre_model_load_memory: int) -> Any:
     """AROUND KVCacheConfigurator._resolve_memory_pool_config: capacity in host tokens, rows that fit the device."""
-    resolved = original(configurator, pre_model_load_memory)
     if configurator.is_draft_worker:
-        return resolved
+        return original(configurator, pre_model_load_memory)
     config = rank_options(configurator.server_args)
     shape = _shape(configurator, config)
     placement = Placement(config.sinks, config.window)
     _begin_sizing(configurator)
     available = capacity.available_bytes(configurator.server_args)
+    states = _plan_states(configurator, config, shape, available)
+    resolved = original(configurator, pre_model_load_memory)
 
     arriving, beside = 0, ""
     if transfer.receives(configurator.server_args):
@@ -226,7 +236,7 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
             f"sinks or window in --fluxion-config, or raise {limit}."
         )
     try:
-        tokens = least_over_ranks(capacity.plan_tokens(config, shape, available))
+        tokens = least_over_ranks(capacity.plan_tokens(config, shape, available, states))
     except ConfigError as error:
         raise ConfigError(f"{str(error).removesuffix('.')}{beside}.") from None
     resolved.max_running_requests = least_over_ranks(min(resolved.max_running_requests, rows))
@@ -244,6 +254,23 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
         config.policy,
     )
     return resolved
+
+
+def _plan_states(configurator: Any, config: FluxionConfig, shape: KVShape, available: int) -> int:
+    """Tell SGLang how many states there are, unless the operator has said it; the bytes of all of them."""
+    if not served_models.has_states(configurator.model_config):
+        return 0
+    each = configurator.mambaish_config.mamba2_cache_params.mamba_cache_per_req
+    states = get_schedule().max_mamba_cache_size
+    if states is None:
+        least = configurator._calculate_mamba_ratio()
+        states = least_over_ranks(capacity.plan_states(config, shape, available, each, least))
+        get_context().override("fluxion.states", max_mamba_cache_size=states)
+    taken: int = (states + 1) * each
+    logger.info(
+        "Fluxion: %d states of requests and of prefixes, %.2f GiB (%.1f MiB each)", states, taken / GIB, each / 2**20
+    )
+    return taken
 
 
 def _zone_pages(configurator: Any, tokens: int) -> int:

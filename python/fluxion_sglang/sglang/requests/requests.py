@@ -18,6 +18,7 @@ from fluxion_sglang import wishes
 from fluxion_sglang.policy import BARE, LONGEST, Context, Policy, check_spec, legal, parse_spec
 from fluxion_sglang.sglang.containment.ending import end_request, keep_out_of_tree
 from fluxion_sglang.sglang.requests import asked, sessions
+from fluxion_sglang.sglang.hooking import attention_of
 
 logger = logging.getLogger(__name__)
 
@@ -245,12 +246,12 @@ def forward_batch_generation(
     original: Callable[..., Any], worker: Any, batch: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """AROUND TpModelWorker.forward_batch_generation: run the pass with the policies that its requests ask for."""
-    policies = getattr(worker.model_runner.attn_backend, "requests", None)
+    policies = getattr(attention_of(worker.model_runner), "requests", None)
     if not isinstance(policies, RequestPolicies) or batch is None:
         return original(worker, batch, *args, **kwargs)
     # Asked of the batch: by the time the backend sees a mixed pass, it is called an extend.
     riding = (batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else ()
     with policies.of(batch.reqs, batch.forward_mode.is_decode(), riding) as ended:
         for place, reason in ended.items():
-            worker.model_runner.attn_backend.failures.ended(place, reason)
+            attention_of(worker.model_runner).failures.ended(place, reason)
         return original(worker, batch, *args, **kwargs)

@@ -21,6 +21,8 @@ class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
     device_name = device_type = "cpu"
     capabilities = PlatformCapabilities()
+    keeps_states = False
+    """Whether SGLang may keep states of prefixes: with the flag (`steps/states.py`)."""
 
     def get_device(self, device_id: int | None = 0) -> str:
         # The mixin returns a torch.device, but SGLang takes this for the default of --device: a string.
@@ -53,6 +55,9 @@ class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from fluxion_sglang.sglang.steps import speculation
 
         return speculation.cache_locs
+
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        return self.keeps_states
 
     def get_torch_profiler_activity_str(self) -> str:
         return "CPU"

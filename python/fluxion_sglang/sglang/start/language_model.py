@@ -27,7 +27,7 @@ PARSER: Final = "fluxion-language-model"
 
 WHOLE_TYPES: Final = (
     *("aya_vision", "cohere2_vision", "gemma3", "glm4v", "glm4v_moe", "idefics3", "internvl", "llava", "llava_next"),
-    *("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+    *("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
 )
 """`model_type` of vision-language checkpoints."""
 
@@ -43,6 +43,8 @@ CLASSES: Final = {
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }

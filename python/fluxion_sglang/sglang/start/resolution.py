@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,8 @@ def _handle_model_specific_adjustments(server_args: Any, previous: _Step) -> Non
     model, view = model_config_of(server_args), resolving_view(server_args)
     served_models.check_model(model, view)
     served_models.check_stored(model, options_of(server_args))
+    if served_models.has_states(model):
+        _keep_states(server_args, model, view)
     _check_host_pool(model, view)
     if not served_models.is_gpt_oss(model):
         previous(server_args)
@@ -213,6 +216,23 @@ def _handle_model_specific_adjustments(server_args: Any, previous: _Step) -> Non
     declare_resolution(server_args, "fluxion", attention_backend=compat.BACKEND, dtype=dtype)
 
 
+def _keep_states(server_args: Any, model: Any, view: Any) -> None:
+    """States and their types: what the delta rule keeps is float32, the inputs of a convolution are in the model's type.
+    Raises ConfigError."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.platforms import current_platform
+
+    if view.mamba_ssm_dtype not in (None, "float32"):
+        raise ConfigError(
+            f"--enable-fluxion does not work with --mamba-ssm-dtype {view.mamba_ssm_dtype}, because its kernels keep "
+            "states in float32; leave --mamba-ssm-dtype out."
+        )
+    declare_resolution(server_args, "fluxion", mamba_ssm_dtype="float32")
+    current_platform.keeps_states = True
+    # For the processes that will be spawned as well.
+    os.environ["SGLANG_MAMBA_CONV_DTYPE"] = str(model.dtype).removeprefix("torch.")
+
+
 def _check_host_pool(model: Any, view: Any) -> None:
     """Refuse a host pool that cannot fit before any process is started for it.
 
@@ -222,7 +242,7 @@ def _check_host_pool(model: Any, view: Any) -> None:
 
     config = rank_options(view)
     shape = KVShape(
-        layers=max(model.num_attention_layers // view.pp_size, 1),
+        layers=max(len(served_models.attention_layers(model)) // view.pp_size, 1),
         kv_heads=model.get_num_kv_heads(view.tp_size),
         head_dim=model.head_dim,
         dtype=model.dtype,

@@ -199,10 +199,36 @@ def _is_latent(model: ModelConfig, args: Any) -> bool:
     return model.attention_arch != AttentionArch.MHA
 
 
+def has_states(model: ModelConfig) -> bool:
+    """Whether some of its layers keep a state a request, by the gated delta rule."""
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+
+    return hybrid_gdn_config(model) is not None and "Qwen3NextForCausalLM" not in (model.hf_config.architectures or ())
+
+
+def attention_layers(model: ModelConfig) -> Sequence[int]:
+    """The numbers of its layers with KV."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    hybrid = mambaish_config(model)
+    return range(model.num_attention_layers) if hybrid is None else hybrid.full_attention_layer_ids
+
+
 def _is_linear(model: ModelConfig, args: Any) -> bool:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
-    return mambaish_config(model) is not None
+    return mambaish_config(model) is not None and not has_states(model)
+
+
+def _states_need(model: ModelConfig, args: Any) -> bool:
+    """Whether it has layers with states and the server is to do what these cannot yet."""
+    special = (
+        args.speculative_algorithm is not None,
+        args.disaggregation_mode != "null",
+        args.pp_size > 1,
+        args.enable_lora or bool(args.lora_paths),
+    )
+    return has_states(model) and any(special)
 
 
 def _has_sparse_index(model: ModelConfig, args: Any) -> bool:
@@ -256,6 +282,18 @@ MODELS = (
         _is_linear,
         "it has linear-attention or state-space layers, and neither Fluxion nor SGLang's packages on PyPI have kernels "
         "for them on a CPU",
+    ),
+    Refusal(
+        lambda m, args: has_states(m) and maker_of(args.device) is not None,
+        "some of its layers keep a state a request (gated delta rule), which Fluxion serves only where the CPU is the "
+        "device",
+        "hide the accelerator and add --device cpu, or " + _OTHER_MODEL,
+    ),
+    Refusal(
+        _states_need,
+        "some of its layers keep a state a request (gated delta rule), which does not go with speculative decoding, "
+        "--disaggregation-mode, --pp-size or adapters yet",
+        "leave these options out, or " + _OTHER_MODEL,
     ),
     Refusal(_is_latent, "its attention is {0.attention_arch.name} and not multi-head (it stores no key per KV head)"),
     Refusal(_has_sparse_index, "it brings a sparse index of its own"),
@@ -387,7 +425,13 @@ def _quantisation(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_stored(model: ModelConfig, config: FluxionConfig) -> None:
-    """Refuse to store in 8 bits what a model in float32 attends to. Raises ConfigError."""
+    """Refuse to store in 8 bits what a model in float32 attends to, and KV in files without the states that belong to it.
+    Raises ConfigError."""
+    if config.disk is not None and has_states(model):
+        raise ConfigError(
+            "disk does not work with this model, because some of its layers keep a state a request and files have KV "
+            "alone; leave disk out."
+        )
     if config.int8 and model.dtype != torch.bfloat16:
         raise ConfigError(
             f"kv_dtype int8 does not work with a model in {model.dtype}, because what is stored reads as bfloat16; "

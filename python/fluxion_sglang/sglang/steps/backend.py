@@ -31,7 +31,7 @@ from fluxion_sglang.sglang.requests import predictors
 from fluxion_sglang.sglang.requests.requests import RequestPolicies
 from fluxion_sglang.sglang.requests.rows import watch
 from fluxion_sglang.sglang.start import served_models
-from fluxion_sglang.sglang.steps import stand_ins
+from fluxion_sglang.sglang.steps import stand_ins, states
 from fluxion_sglang.sglang.steps.graphs import StepGraphs, backbone_of
 from fluxion_sglang.sglang.steps.layers import Contained, install
 from fluxion_sglang.sglang.steps.replays import Replays, variant_of
@@ -85,6 +85,12 @@ class FluxionAttnBackend(AttentionBackend):
         served_models.check_recorded(pool.config, layers, runner.model_config)
         draft = None if runner.spec_algorithm.is_none() else get_spec().speculative_num_draft_tokens
         served_models.check_windows(draft, layers)
+        self._places_of = {layer.layer_id: at for at, layer in enumerate(layers)}
+        if len(layers) != pool.host.shape.layers:
+            raise RuntimeError(
+                f"the model has {len(layers)} attention layers and the host pool {pool.host.shape.layers}; please report "
+                "this with the model's config.json."
+            )
         # Models ask a backend for these two by name (sglang.srt.model_executor.forward_context).
         self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
@@ -105,7 +111,7 @@ class FluxionAttnBackend(AttentionBackend):
             # To start with: the engine grows with what it is given.
             max_requests=min(self.req_to_token_pool.size, 64),
             max_tokens=min(self.req_to_token_pool.max_context_len, pool.size, 1 << 16),
-            first_layer=pool.start_layer,
+            first_layer=0 if served_models.has_states(runner.model_config) else pool.start_layer,
             first_head=get_parallel().attn_tp_rank * heads,
         )
         if options.disk is not None:
@@ -121,6 +127,8 @@ class FluxionAttnBackend(AttentionBackend):
         self.engine.corrupt = self._lose
         if pool.maker is None:
             stand_ins.install()
+            if served_models.has_states(runner.model_config):
+                states.install(Contained(NativeLayers(pool.host.workers), self.failures.run))
         natively = pool.maker is None and options.model_kernels != "off"
         self.graphs = self._model_kernels(runner) if natively else None
         self.metrics: EngineMetrics | None = None
@@ -163,11 +171,12 @@ class FluxionAttnBackend(AttentionBackend):
         if pool.config.model_kernels == "on":
             return None
         alone = get_parallel().launch_world_size == 1 and not runner.server_args.enable_lora
+        alone &= not served_models.has_states(runner.model_config)
         backbone = backbone_of(runner.model)
         if alone and backbone is not None:
             assert isinstance(self.device, HostDevice)
             return StepGraphs(backbone, native, self.failures, Replays(self.device, self._index))
-        why = "it has no part that can be replayed" if alone else "there are several ranks, or adapters"
+        why = "it has no part that can be replayed" if alone else "there are several ranks, adapters, or layers with states"
         logger.info("Fluxion: decode steps of this model run without graphs, because %s", why)
         return None
 
@@ -211,7 +220,7 @@ class FluxionAttnBackend(AttentionBackend):
         first_group = first_head * int(model.get_total_num_kv_heads()) // int(model.num_attention_heads)
         return Kept(
             accounts.totals,
-            layers=range(pool.start_layer, pool.start_layer + shape.layers),
+            layers=[layer.layer_id for layer in layers],
             groups=range(first_group, first_group + shape.kv_heads),
             first=first_head == 0 and pool.start_layer == 0,
         )
@@ -443,8 +452,8 @@ class FluxionAttnBackend(AttentionBackend):
         return (torch.zeros_like(q) if out is None else out).flatten(1)
 
     def _index(self, layer: RadixAttention) -> int:
-        """The layer's place in this process's pool (its pipeline stage may start later than layer 0)."""
-        return int(layer.layer_id) - self.token_to_kv_pool.start_layer
+        """The layer's place in this process's pool."""
+        return self._places_of[layer.layer_id]
 
     def _appended(self, layer: int, index: int, queries: torch.Tensor, scale: float) -> None:
         chunk = self._chunks[index]

@@ -1,9 +1,10 @@
-"""PyTorch in place of kernels that some models call by name and SGLang has for GPUs alone; LoRA in ordinary memory."""
+"""PyTorch in place of kernels that some models call by name and SGLang has for GPUs alone; no pinned memory."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -14,9 +15,13 @@ from fluxion_sglang.sglang.compat import Need, check
 def install() -> None:
     """Put them in, where the module with the kernel has been imported. Raises CompatError."""
     for need, function in _FUNCTIONS.items():
-        if (module := sys.modules.get(need.module)) is not None and getattr(module, need.name, None) is not function:
+        if (module := sys.modules.get(need.module)) is None:
+            continue
+        *owners, name = need.name.split(".")
+        owner = reduce(getattr, owners, module)
+        if getattr(owner, name, None) is not function:
             check((need,))
-            setattr(module, need.name, function)
+            setattr(owner, name, function)
 
 
 def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
@@ -78,6 +83,54 @@ def rms_apply(
     )
 
 
+def split_projections(
+    mixed_qkvz: torch.Tensor,
+    mixed_ba: torch.Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+) -> tuple[torch.Tensor, ...]:
+    """Qwen3.5's projections of a layer with a state.
+
+    Args:
+        mixed_qkvz: [rows, queries, keys, values and gates of all heads]. mixed_ba: [rows, b and a of all heads].
+
+    Returns:
+        Queries, keys and values, [rows, columns]; gates, [rows, value heads, head_v]; b and a, [rows, value heads].
+    """
+    values = num_heads_v * head_v
+    mixed, z = mixed_qkvz.split([2 * num_heads_qk * head_qk + values, values], -1)
+    b, a = mixed_ba.split([num_heads_v, num_heads_v], -1)
+    return mixed, z.unflatten(-1, (num_heads_v, head_v)), b.contiguous(), a.contiguous()
+
+
+def sigmoid_mul(
+    attn_output: torch.Tensor, gate: torch.Tensor, inplace: bool = False, quant: bool = False
+) -> torch.Tensor:
+    """attn_output * sigmoid(gate), in float32 rounded once (Qwen3.5's attention).
+
+    Args:
+        attn_output: [rows, columns]. gate: as many elements. quant: of GPUs.
+    """
+    made = (attn_output.float() * torch.sigmoid(gate.reshape(attn_output.shape).float())).to(attn_output.dtype)
+    return attn_output.copy_(made) if inplace else made
+
+
+def norm_then_gate(self: Any, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+    """RMSNorm of the rows of x times SiLU (or sigmoid) of z, in float32 rounded once.
+
+    Args:
+        self: SGLang's module. x, z: [rows, size].
+    """
+    wide = x.float()
+    out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()
+    if z is not None:
+        gate = z.float()
+        out = out * torch.sigmoid(gate) * (gate if self.activation in ("swish", "silu") else 1.0)
+    return out.to(x.dtype)
+
+
 _FUNCTIONS: dict[Need, Callable[..., Any]] = {
     Need("sglang.srt.layers.logits_processor", "fused_softcap", ("full_logits", "final_logit_softcapping")): softcap,
     Need(
@@ -92,20 +145,33 @@ _FUNCTIONS: dict[Need, Callable[..., Any]] = {
     Need(
         "sglang.srt.models.minimax_m2", "rms_apply_serial", ("x1", "x2", "w1", "w2", "sum_sq", "tp_world", "eps")
     ): rms_apply,
+    Need(
+        "sglang.srt.models.qwen3_5",
+        "fused_qkvzba_split_reshape_cat_contiguous",
+        ("mixed_qkvz", "mixed_ba", "num_heads_qk", "num_heads_v", "head_qk", "head_v"),
+    ): split_projections,
+    Need(
+        "sglang.srt.models.qwen3_5", "fused_sigmoid_mul", ("attn_output", "gate", "inplace", "quant")
+    ): sigmoid_mul,
+    Need("sglang.kernels.ops.attention.fla.layernorm_gated", "RMSNorm.forward", ("self", "x", "z")): norm_then_gate,
 }
 
 
-# --- LoRA ---
+# --- Pinned memory, which PyTorch refuses on a machine without an accelerator ---
 
 
 def make_lora_manager(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """AROUND LoRAManager.__init__. PyTorch refuses to pin memory on a machine without an accelerator; SGLang's code for
-    adapters gets ordinary memory there."""
+    """AROUND LoRAManager.__init__: ordinary memory for SGLang's code for adapters."""
     if not torch.accelerator.is_available():
-        torch.Tensor.pin_memory = _as_it_is  # type: ignore[assignment]
+        pin_nothing()
         for name in ("lora", "layers", "backend.torch_backend"):
             sys.modules[f"sglang.srt.lora.{name}"].torch = _Unpinned()  # type: ignore[attr-defined]
     original(*args, **kwargs)
+
+
+def pin_nothing() -> None:
+    """Tensors that SGLang pins stay as they are."""
+    torch.Tensor.pin_memory = _as_it_is  # type: ignore[assignment]
 
 
 def _as_it_is(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

@@ -1,0 +1,165 @@
+"""Layers that keep a state a request in place of keys and values (gated delta rule), where the CPU is the device.
+
+SGLang keeps the states: its pool has a slot for each running request and for each prefix whose state the radix tree
+remembers. It computes them with Triton kernels, which need a GPU. Here the native workers compute them: prompts and
+decode steps by the same kernels, so that a request's state does not depend on how its tokens are divided among passes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.linear.kernels.kernel_backend import LinearAttnKernelBase
+
+from fluxion_sglang.sglang import compat
+from fluxion_sglang.sglang.steps.layers import Contained
+from fluxion_sglang.sglang.steps.stand_ins import pin_nothing
+
+CHUNK = 64
+"""Tokens of SGLang's chunks. The state of a prefix is remembered where a chunk ends."""
+
+
+def install(native: Contained) -> None:
+    """Put our kernels in the place of SGLang's. Before SGLang makes its backend of these layers. Raises CompatError."""
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend as hybrid
+    from sglang.srt.layers.attention.linear import gdn_backend
+
+    compat.check(compat.STATE_NEEDS)
+    gdn_backend.TritonGDNKernel = partial(DeltaRuleKernel, native)
+    gdn_backend.causal_conv1d_fn = partial(convolve_prompts, native)
+    gdn_backend.causal_conv1d_update = partial(convolve_step, native)
+    gdn_backend.fused_gdn_gating = gates
+    hybrid.track_mamba_states_all_layers = remember_all_layers
+    hybrid.track_mamba_states_if_needed = remember
+    pin_nothing()
+
+
+class DeltaRuleKernel(LinearAttnKernelBase):
+    """SGLang's interface to the gated delta rule; `NativeLayers.delta_rule` says what it computes.
+
+    Queries, keys and values are [1, rows, heads, size], the result as values. Where the native layer fails, it is
+    zeros, and so is what follows in the pass, which is given up.
+    """
+
+    supports_track_state_snapshot = True
+
+    def __init__(self, native: Contained) -> None:
+        self._native = native
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        A_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        ssm_states: torch.Tensor,
+        cache_indices: torch.Tensor,
+        **_: Any,
+    ) -> torch.Tensor:
+        rows = [x[0].flatten(1) for x in (q, k, v)]
+        gated = [x.float().contiguous() for x in (a, b)]
+        out = self._native(
+            lambda layers: layers.delta_rule(
+                *rows, *gated, ssm_states, cache_indices.int(), gates=(A_log.float(), dt_bias.float())
+            )
+        )
+        return torch.zeros_like(v) if out is None else out.view(v.shape)
+
+    def extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        *,
+        ssm_states: torch.Tensor,
+        cache_indices: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        track_state: torch.Tensor | None = None,
+        track_chunk_idx: torch.Tensor | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None, None]:
+        rows, snapshots = [x[0].flatten(1) for x in (q, k, v)], None
+        if track_state is not None:
+            assert track_chunk_idx is not None
+            snapshots = torch.where(track_chunk_idx >= 0, track_chunk_idx * CHUNK, -1).int(), track_state
+        out = self._native(
+            lambda layers: layers.delta_rule(
+                *rows, g[0], beta[0], ssm_states, cache_indices.int(), query_start_loc, snapshots=snapshots
+            )
+        )
+        return torch.zeros_like(v) if out is None else out.view(v.shape), None, None
+
+
+def convolve_prompts(
+    native: Contained,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    conv_states: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    cache_indices: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """SGLang's `causal_conv1d_fn`, [channels, rows]; `NativeLayers.convolve`."""
+    rows = x.T
+    out = native(
+        lambda layers: layers.convolve(
+            rows, weight, bias, conv_states, cache_indices.int(), query_start_loc, has_initial_state
+        )
+    )
+    return torch.zeros_like(x) if out is None else out.T
+
+
+def convolve_step(
+    native: Contained,
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    *,
+    conv_state_indices: torch.Tensor,
+) -> torch.Tensor:
+    """SGLang's `causal_conv1d_update`, [rows, channels]."""
+    out = native(lambda layers: layers.convolve(x, weight, bias, conv_state, conv_state_indices.int()))
+    return torch.zeros_like(x) if out is None else out
+
+
+def gates(
+    A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logarithms of decays, and strengths; [1, rows, heads] float32."""
+    decays = -A_log.float().exp() * torch.nn.functional.softplus(a.float() + dt_bias.float())
+    return decays[None], torch.sigmoid(b.float())[None].contiguous()
+
+
+def remember_all_layers(
+    conv_states_pool: torch.Tensor,
+    ssm_states_pool: torch.Tensor,
+    cache_indices: torch.Tensor,
+    mamba_track_mask: torch.Tensor,
+    mamba_track_indices: torch.Tensor,
+    batch_size: int,
+    check_freed_slots: bool = False,
+) -> None:
+    """Copy the states of requests whose mask is set to other slots; [layers, slots, ...]."""
+    chosen = mamba_track_mask[:batch_size].nonzero()[:, 0]
+    if len(chosen):
+        sources, targets = cache_indices[:batch_size][chosen].long(), mamba_track_indices[:batch_size][chosen].long()
+        for pool in (conv_states_pool, ssm_states_pool):
+            pool[:, targets] = pool[:, sources]
+
+
+def remember(conv_states: torch.Tensor, ssm_states: torch.Tensor, *others: Any, **named: Any) -> None:
+    """The same of one layer, [slots, ...]."""
+    remember_all_layers(conv_states[None], ssm_states[None], *others, **named)

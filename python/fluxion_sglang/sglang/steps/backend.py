@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -127,10 +128,13 @@ class FluxionAttnBackend(AttentionBackend):
         self.engine.corrupt = self._lose
         if pool.maker is None:
             stand_ins.install()
-            if served_models.has_states(runner.model_config):
-                states.install(Contained(NativeLayers(pool.host.workers), self.failures.run))
         natively = pool.maker is None and options.model_kernels != "off"
         self.graphs = self._model_kernels(runner) if natively else None
+        if served_models.has_states(runner.model_config):
+            if self.graphs is None:
+                states.install(Contained(NativeLayers(pool.host.workers), self.failures.run), nullcontext)
+            else:
+                states.install(self.graphs.layers, self.graphs.paused)
         self.metrics: EngineMetrics | None = None
         if runner.server_args.enable_metrics:
             self.metrics = EngineMetrics(
@@ -171,12 +175,12 @@ class FluxionAttnBackend(AttentionBackend):
         if pool.config.model_kernels == "on":
             return None
         alone = get_parallel().launch_world_size == 1 and not runner.server_args.enable_lora
-        alone &= not served_models.has_states(runner.model_config)
         backbone = backbone_of(runner.model)
         if alone and backbone is not None:
             assert isinstance(self.device, HostDevice)
-            return StepGraphs(backbone, native, self.failures, Replays(self.device, self._index))
-        why = "it has no part that can be replayed" if alone else "there are several ranks, adapters, or layers with states"
+            with_states = states.DecodeStates(runner) if served_models.has_states(runner.model_config) else None
+            return StepGraphs(backbone, native, self.failures, Replays(self.device, self._index), with_states)
+        why = "it has no part that can be replayed" if alone else "there are several ranks, or adapters"
         logger.info("Fluxion: decode steps of this model run without graphs, because %s", why)
         return None
 

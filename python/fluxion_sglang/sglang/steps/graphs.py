@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import is_
 from typing import Any, Protocol
@@ -57,6 +58,19 @@ class Attention(Protocol):
 
     def end(self) -> None:
         """The program has computed all layers of the replay."""
+
+
+class States(Protocol):
+    """What layers with a state a request need in replays."""
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """What the step is given beside tokens and positions: where its requests' states are."""
+
+    def memory(self) -> list[torch.Tensor]:
+        """What has the states; the layers write it."""
+
+    def finish(self, forward_batch: Any) -> None:
+        """A replay is over."""
 
 
 def place(sizes: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
@@ -197,15 +211,24 @@ class StepGraphs:
         backbone: as of `backbone_of`. From now on `forward` stands in for its own.
         layers: what computes native layers.
         failures: of the pass; a step of which something failed makes no graph.
-        attention: what attends in replays.
+        attention: what attends in replays. states: of layers that have some.
 
     Attributes:
         tracer: of the step that is being traced; whoever attends tells it. None: no step is.
+        layers: what was given.
     """
 
-    def __init__(self, backbone: nn.Module, layers: Contained, failures: FailureGuard, attention: Attention) -> None:
+    def __init__(
+        self,
+        backbone: nn.Module,
+        layers: Contained,
+        failures: FailureGuard,
+        attention: Attention,
+        states: States | None = None,
+    ) -> None:
         self.tracer: Tracer | None = None
-        self._layers, self._failures, self._attention = layers, failures, attention
+        self._states = states
+        self.layers, self._failures, self._attention = layers, failures, attention
         modules = list(backbone.modules())
         self._tables = [table for module in modules for table in (module._parameters, module._buffers)]
         # Whoever watches a module would not see a replay; they may come at any time.
@@ -237,20 +260,31 @@ class StepGraphs:
             self._graphs.clear()
             self._traces.clear()
             self._refused.clear()
+        inputs = (input_ids, positions, *(self._states.inputs() if self._states is not None else ()))
         if (graph := self._graphs.get(rows)) is None:
-            return self._traced(rows, (input_ids, positions), forward)
-        out: torch.Tensor | None = self._failures.run(lambda: graph.replay(input_ids, positions))
-        return graph.zeros() if out is None else out
+            return self._traced(rows, inputs, forward)
+        out: torch.Tensor | None = self._failures.run(lambda: graph.replay(*inputs))
+        if out is None:
+            return graph.zeros()
+        if self._states is not None:
+            self._states.finish(forward_batch)
+        return out
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs here is no part of a trace."""
+        with self.tracer.paused() if self.tracer is not None else nullcontext():
+            yield
 
     def _traced(self, rows: int, inputs: tuple[torch.Tensor, ...], forward: Callable[[], Any]) -> Any:
         """The result of a step by the model's own Python; its trace is kept, or made a graph."""
-        tracer, layers = Tracer(inputs, self._pieces), self._layers.layers
-        self.tracer, self._layers.layers = tracer, TracedLayers(layers, tracer)
+        tracer, layers = Tracer(inputs, self._pieces), self.layers.layers
+        self.tracer, self.layers.layers = tracer, TracedLayers(layers, tracer)
         try:
             with tracer:
                 result = forward()
         finally:
-            self.tracer, self._layers.layers = None, layers
+            self.tracer, self.layers.layers = None, layers
         if self._failures.reason is None:
             try:
                 self._learn(rows, tracer, result)
@@ -266,7 +300,7 @@ class StepGraphs:
             self._never = True
             logger.info("Fluxion: decode steps run without graphs, because %s", tracer.reason)
         elif trace in (before := self._traces.setdefault(rows, [])):
-            program = NativeProgram(self._layers.layers)
+            program = NativeProgram(self.layers.layers)
             self._graphs[rows] = StepGraph(trace, tracer.held, program, self._attention)
             del self._traces[rows]
         elif len(before) + 1 == _TRIES:
@@ -281,6 +315,7 @@ class StepGraphs:
         held = [tensor for table in self._tables for tensor in table.values() if tensor is not None]
         if len(held) != len(self._known) or not all(map(is_, held, self._known)):
             self._known, self._pieces = held, [piece for tensor in held for piece in pieces(tensor)]
+            self._pieces += self._states.memory() if self._states is not None else []
         return [piece.data_ptr() for piece in self._pieces]
 
 

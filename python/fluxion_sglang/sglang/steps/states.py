@@ -7,8 +7,10 @@ decode steps by the same kernels, so that a request's state does not depend on h
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.linear.kernels.kernel_backend import LinearAttnKernelBase
@@ -17,12 +19,23 @@ from fluxion_sglang.sglang import compat
 from fluxion_sglang.sglang.steps.layers import Contained
 from fluxion_sglang.sglang.steps.stand_ins import pin_nothing
 
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
 CHUNK = 64
 """Tokens of SGLang's chunks. The state of a prefix is remembered where a chunk ends."""
 
 
-def install(native: Contained) -> None:
-    """Put our kernels in the place of SGLang's. Before SGLang makes its backend of these layers. Raises CompatError."""
+def install(native: Contained, paused: Callable[[], AbstractContextManager[None]]) -> None:
+    """Put our kernels in the place of SGLang's. Before SGLang makes its backend of these layers.
+
+    Args:
+        paused: a context in which a trace of the step, if there is one, sees nothing (`Tracer.paused`).
+
+    Raises:
+        CompatError: this SGLang has other names.
+    """
     from sglang.srt.layers.attention import hybrid_linear_attn_backend as hybrid
     from sglang.srt.layers.attention.linear import gdn_backend
 
@@ -31,9 +44,48 @@ def install(native: Contained) -> None:
     gdn_backend.causal_conv1d_fn = partial(convolve_prompts, native)
     gdn_backend.causal_conv1d_update = partial(convolve_step, native)
     gdn_backend.fused_gdn_gating = gates
+
+    def remember_all_layers(*arguments: Any, **named: Any) -> None:
+        with paused():
+            remember(*arguments, **named)
+
+    def remember_one(conv_states: torch.Tensor, ssm_states: torch.Tensor, *others: Any, **named: Any) -> None:
+        remember_all_layers(conv_states[None], ssm_states[None], *others, **named)
+
     hybrid.track_mamba_states_all_layers = remember_all_layers
-    hybrid.track_mamba_states_if_needed = remember
+    hybrid.track_mamba_states_if_needed = remember_one
     pin_nothing()
+
+
+class DecodeStates:
+    """States in step graphs (`graphs.States`).
+
+    Args:
+        runner: SGLang's, whose backend of these layers is made after ours.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return (self._runner.attn_backend.linear_attn_backend.forward_metadata.mamba_cache_indices,)
+
+    def memory(self) -> list[torch.Tensor]:
+        cache = self._runner.req_to_token_pool.mamba_pool.mamba_cache
+        return [*cache.conv, cache.temporal]
+
+    def finish(self, forward_batch: ForwardBatch) -> None:
+        if forward_batch.mamba_track_mask is None:
+            return
+        cache, at = (
+            self._runner.req_to_token_pool.mamba_pool.mamba_cache,
+            self._runner.attn_backend.linear_attn_backend.forward_metadata,
+        )
+        (conv,) = cache.conv
+        remember(
+            conv, cache.temporal, at.mamba_cache_indices, forward_batch.mamba_track_mask, at.mamba_track_indices,
+            forward_batch.batch_size,
+        )  # fmt: skip
 
 
 class DeltaRuleKernel(LinearAttnKernelBase):
@@ -143,7 +195,7 @@ def gates(
     return decays[None], torch.sigmoid(b.float())[None].contiguous()
 
 
-def remember_all_layers(
+def remember(
     conv_states_pool: torch.Tensor,
     ssm_states_pool: torch.Tensor,
     cache_indices: torch.Tensor,
@@ -158,8 +210,3 @@ def remember_all_layers(
         sources, targets = cache_indices[:batch_size][chosen].long(), mamba_track_indices[:batch_size][chosen].long()
         for pool in (conv_states_pool, ssm_states_pool):
             pool[:, targets] = pool[:, sources]
-
-
-def remember(conv_states: torch.Tensor, ssm_states: torch.Tensor, *others: Any, **named: Any) -> None:
-    """The same of one layer, [slots, ...]."""
-    remember_all_layers(conv_states[None], ssm_states[None], *others, **named)

@@ -61,8 +61,8 @@ constexpr KernelTable make_table() {
            merge_state<M>},
           {features<M>, page_values<T>, add_rows, add_value<T>, dense},
           {pack_linear<M>, linear<M>, linear_panels_of<T>(), pack_quantised<M>, linear_quantised<M>,
-           widen_panel<M>, rms_norm<M>, silu_mul<M>, gelu_mul<M>, rope<M>,
-           unit_vector<M>, delta_rule<M>, convolve<M>},
+           widen_panel<M>, rms_norm<M>, silu_mul<M>, gelu_mul<M>, rope<M>, unit_vector<M>, delta_rule<M>,
+           convolve<M>},
           FLUXION_STRING(FLUXION_ISA),
           matrix_depth<T>(),
           read};

@@ -65,8 +65,8 @@ void rms_norm(const void* x_row, const void* residual_row, const void* weights, 
   });
 }
 
-// x * sigmoid(z); z has the sign of x. The sigmoid is of a power that cannot overflow: e^-|z| / (1 + e^-|z|), or
-// 1 / (1 + e^-|z|).
+// x * sigmoid(z); z has the sign of x. The sigmoid is of a power that cannot overflow: e^-|z| / (1 + e^-|z|),
+// or 1 / (1 + e^-|z|).
 inline Vec times_sigmoid(Vec x, Vec z) {
   const Vec power = exp_nonpositive(min(z, sub(set1(0.0f), z)));
   float one[kLanes], e[kLanes], at[kLanes];

@@ -9,7 +9,8 @@
 namespace fluxion {
 namespace {
 
-// Channels, and rows of a state, that a worker takes at a time. So many rows of 128 keys stay in the nearest cache.
+// Channels, and rows of a state, that a worker takes at a time. So many rows of 128 keys stay in the nearest
+// cache.
 constexpr int kChannels = 128;
 constexpr int kStateRows = 32;
 // Rows of a pass whose vectors are in the scratch memory together.
@@ -78,7 +79,7 @@ class Block {
     const int group = layer_.heads / layer_.key_heads;
     for (int h = 0; h < layer_.heads; ++h) {
       DeltaToken& token = tokens_[static_cast<size_t>(h * size_ + i)];
-      token = {vector(i, h / group, false),         vector(i, h / group, true),         0, 0,
+      token = {vector(i, h / group, false),      vector(i, h / group, true),        0, 0,
                layer_.v[row] + h * value_bytes_, layer_.out[row] + h * value_bytes_};
       gates(layer_, row, h, &token);
     }
@@ -93,7 +94,8 @@ class Block {
     if (slot < 0) {
       const int64_t bytes = value_bytes_ / layer_.values;
       for (; token < end; ++token)
-        std::memset(layer_.out[token] + head * value_bytes_ + first * bytes, 0, static_cast<size_t>(rows * bytes));
+        std::memset(layer_.out[token] + head * value_bytes_ + first * bytes, 0,
+                    static_cast<size_t>(rows * bytes));
       return;
     }
     const int64_t size = int64_t{layer_.values} * layer_.keys;
@@ -139,7 +141,9 @@ void convolve(WorkerPool& workers, const KernelTable& kernels, DType dtype, cons
     char* state = layer.states[slot] + first * (layer.taps - 1) * element;
     if (layer.goes_on != nullptr && !layer.goes_on[request])
       std::memset(state, 0, static_cast<size_t>(channels * (layer.taps - 1) * element));
-    const auto at = [&](const void* p, int64_t elements) { return static_cast<const char*>(p) + elements * element; };
+    const auto at = [&](const void* p, int64_t elements) {
+      return static_cast<const char*>(p) + elements * element;
+    };
     kernels.convolve(layer.x[row] + first * element, layer.x.stride / element, tokens, channels, layer.taps,
                      at(layer.weights, int64_t{first} * layer.taps),
                      layer.bias != nullptr ? at(layer.bias, first) : nullptr, state,

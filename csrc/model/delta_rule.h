@@ -31,9 +31,9 @@ struct ConvolutionLayer {
   Rows states;                 // one a slot
 };
 
-// The gated delta rule, as the kernel `delta_rule` has it: of unit vectors of query and key, the query's divided by
-// the root of `keys`. With a_log, decay = exp(-exp(a_log) softplus(a + dt_bias)) and strength = sigmoid(b); without
-// it, decay = exp(a), strength = b.
+// The gated delta rule, as the kernel `delta_rule` has it: of unit vectors of query and key, the query's
+// divided by the root of `keys`. With a_log, decay = exp(-exp(a_log) softplus(a + dt_bias)) and strength =
+// sigmoid(b); without it, decay = exp(a), strength = b.
 struct DeltaRuleLayer {
   StatefulRows at;
   Rows q, k, v, out;  // heads side by side

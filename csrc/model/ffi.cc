@@ -349,7 +349,8 @@ auto experts_quantised_step(Layers layers, TensorView x, TensorView ids, TensorV
   return run_experts(layers, dtype, layer);
 }
 
-// Rows of requests with states. Raises what does not fit; their numbers are checked when the layer is computed.
+// Rows of requests with states. Raises what does not fit; their numbers are checked when the layer is
+// computed.
 StatefulRows stateful_rows(int64_t rows, const ffi::Optional<TensorView>& starts, const TensorView& slots) {
   expect(slots, "slots", kInt32, {starts.has_value() ? -1 : rows}, 1);
   if (starts.has_value()) expect(starts.value(), "starts", kInt32, {slots.size(0) + 1}, 1);
@@ -360,13 +361,15 @@ StatefulRows stateful_rows(int64_t rows, const ffi::Optional<TensorView>& starts
 void check_stateful(const StatefulRows& at, int64_t rows, int64_t states) {
   for (int64_t i = 0; i < at.requests; ++i) {
     if (at.first(i) > at.first(i + 1))
-      Raise("IndexError") << "Request " << i << " begins at row " << at.first(i) << " and the next one before it.";
+      Raise("IndexError") << "Request " << i << " begins at row " << at.first(i)
+                          << " and the next one before it.";
     if (at.slots[i] >= states)
-      Raise("IndexError") << "Request " << i << " has state " << at.slots[i] << ", which is not among the " << states
-                          << " of the layer.";
+      Raise("IndexError") << "Request " << i << " has state " << at.slots[i] << ", which is not among the "
+                          << states << " of the layer.";
   }
   if (at.first(0) != 0 || at.rows() != rows)
-    Raise("IndexError") << "Requests have the rows " << at.first(0) << " to " << at.rows() << " of " << rows << ".";
+    Raise("IndexError") << "Requests have the rows " << at.first(0) << " to " << at.rows() << " of " << rows
+                        << ".";
 }
 
 auto convolve_step(Layers layers, TensorView x, ffi::Optional<TensorView> starts, TensorView slots,
@@ -379,7 +382,8 @@ auto convolve_step(Layers layers, TensorView x, ffi::Optional<TensorView> starts
   expect(weights, "weights", type, {x.size(1), -1}, 2);
   const int64_t taps = weights.size(1);
   if (taps < 1 || taps > kConvolutionTaps)
-    Raise("ValueError") << "The convolution has " << taps << " taps; the kernel has 1 to " << kConvolutionTaps << ".";
+    Raise("ValueError") << "The convolution has " << taps << " taps; the kernel has 1 to " << kConvolutionTaps
+                        << ".";
   if (bias.has_value()) expect(bias.value(), "bias", type, {x.size(1)}, 1);
   expect(states, "states", type, {-1, x.size(1), taps - 1}, 2);
   ConvolutionLayer layer{};
@@ -401,17 +405,19 @@ auto convolve_step(Layers layers, TensorView x, ffi::Optional<TensorView> starts
   };
 }
 
-auto delta_rule_step(Layers layers, TensorView q, TensorView k, TensorView v, ffi::Optional<TensorView> starts,
-                     TensorView slots, TensorView a, TensorView b, ffi::Optional<TensorView> a_log,
-                     ffi::Optional<TensorView> dt_bias, TensorView states,
-                     ffi::Optional<TensorView> snapshot_at, ffi::Optional<TensorView> snapshots, TensorView out) {
+auto delta_rule_step(Layers layers, TensorView q, TensorView k, TensorView v,
+                     ffi::Optional<TensorView> starts, TensorView slots, TensorView a, TensorView b,
+                     ffi::Optional<TensorView> a_log, ffi::Optional<TensorView> dt_bias, TensorView states,
+                     ffi::Optional<TensorView> snapshot_at, ffi::Optional<TensorView> snapshots,
+                     TensorView out) {
   const DType dtype = dtype_of(q);
   const DLDataType type = type_of(dtype);
   expect(states, "states", kFloat32, {-1, -1, -1, -1}, 3);
   const int64_t heads = states.size(1), values = states.size(2), keys = states.size(3);
   if (heads < 1 || values < 1 || keys < 1 || keys % kDeltaPad != 0)
     Raise("ValueError") << "A state has " << heads << " heads of " << values << " values and " << keys
-                        << " keys; there is one at least of each, and keys are a multiple of " << kDeltaPad << ".";
+                        << " keys; there is one at least of each, and keys are a multiple of " << kDeltaPad
+                        << ".";
   expect(q, "q", type, {-1, -1}, 1);
   const int64_t rows = q.size(0);
   if (q.size(1) < keys || q.size(1) % keys != 0 || heads % (q.size(1) / keys) != 0)

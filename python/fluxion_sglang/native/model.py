@@ -308,7 +308,18 @@ class NativeLayers:
         """
         out = v.new_empty(v.shape)
         self.compute(
-            "delta_rule", q, k, v, starts, slots, a, b, *(gates or (None, None)), states, *(snapshots or (None, None)), out
+            "delta_rule",
+            q,
+            k,
+            v,
+            starts,
+            slots,
+            a,
+            b,
+            *(gates or (None, None)),
+            states,
+            *(snapshots or (None, None)),
+            out,
         )
         return out
 

@@ -209,9 +209,7 @@ def test_a_state_that_is_not_finite_stays_its_requests_own(dtype: torch.dtype) -
 )
 def test_numbers_that_do_not_fit(starts: list[int], slots: list[int], says: str) -> None:
     p = problem([1, 1, 2], 1, 1, 16, 16, torch.float32, True, 7)
-    wrong = p._replace(
-        starts=torch.tensor(starts, dtype=torch.int32), slots=torch.tensor(slots, dtype=torch.int32)
-    )
+    wrong = p._replace(starts=torch.tensor(starts, dtype=torch.int32), slots=torch.tensor(slots, dtype=torch.int32))
     before = p.states.clone()
     with pytest.raises(IndexError, match=says):
         wrong.run(NativeLayers(WORKERS))

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.kv.host_pool import GIB, KVShape
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.sglang.memory.capacity import AUTO_FRACTION, EXPLICIT_FRACTION, plan_tokens
+from fluxion_sglang.sglang.memory.capacity import (
+    AUTO_FRACTION,
+    EXPLICIT_FRACTION,
+    STATES_FRACTION,
+    plan_states,
+    plan_tokens,
+)
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
 
@@ -72,6 +78,39 @@ def test_sums_of_the_canary_have_room_beside_the_largest_pool(sketched: bool) ->
     sums = heads * (pages * (PAGE + sketched) + sum(-(-pages // size) for size in (1, 2, 4, 8))) * 8
     room = EXPLICIT_FRACTION * 2 * GIB - shape.pool_bytes(fits)
     assert 0.99 * sums < room < 1.02 * sums + shape.pool_bytes(PAGE)
+
+
+@settings(deadline=None)
+@given(gib=st.floats(0.5, 100), mib=st.floats(0.05, 60))
+def test_states_and_pool_share_the_memory(gib: float, mib: float) -> None:
+    """Together they take what was asked for, to one state and some pages."""
+    each, config = int(mib * 2**20), FluxionConfig(host_memory_gb=gib)
+    least = int(gib * GIB * STATES_FRACTION) // each - 1
+    if least < 1:
+        return
+    states = (plan_states(config, SHAPE, 1000 * GIB, each, 1) + 1) * each
+    tokens = plan_tokens(config, SHAPE, 1000 * GIB, states)
+    assert states <= gib * GIB * STATES_FRACTION < states + each
+    assert states + SHAPE.pool_bytes(tokens) <= gib * GIB < states + SHAPE.pool_bytes(tokens + 16 * 300)
+
+
+def test_states_beside_a_pool_of_so_many_tokens() -> None:
+    states = plan_states(FluxionConfig(host_tokens=100_000), SHAPE, 40 * GIB, 1 << 20, 5)
+    half = SHAPE.pool_bytes(100_000) / 2
+    assert half - (2 << 20) <= (states + 1) << 20 <= half
+    default = plan_states(FluxionConfig(), SHAPE, 40 * GIB, 1 << 20, 5)
+    assert abs(((default + 1) << 20) - 40 * GIB * AUTO_FRACTION * STATES_FRACTION) <= 1 << 20
+    with pytest.raises(ConfigError, match="pass host_tokens="):
+        plan_tokens(FluxionConfig(host_tokens=4992), SHAPE, SHAPE.pool_bytes(6000), SHAPE.pool_bytes(3000))
+
+
+def test_no_room_for_the_states_of_a_request_is_refused_with_what_is_enough() -> None:
+    with pytest.raises(
+        ConfigError, match=r"room for 0 states .* needs 5; pass host_memory_gb=([\d.]+) or more"
+    ) as caught:
+        plan_states(FluxionConfig(host_memory_gb=0.1), SHAPE, 40 * GIB, 48 << 20, 5)
+    enough = float(str(caught.value).split("host_memory_gb=")[-1].split()[0])
+    assert plan_states(FluxionConfig(host_memory_gb=enough + 0.001), SHAPE, 40 * GIB, 48 << 20, 5) >= 5
 
 
 def test_too_small_is_refused() -> None:

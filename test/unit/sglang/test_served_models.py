@@ -149,6 +149,24 @@ def test_linear_hybrids_are_refused(needle: Any) -> None:
         served_models.check_model(model, ARGS)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"speculative_algorithm": "NGRAM"}, {"disaggregation_mode": "prefill"}, {"pp_size": 2}, {"enable_lora": True}],
+)
+def test_what_states_do_not_go_with_is_refused(needle: Any, changes: dict[str, Any]) -> None:
+    model = changed(needle, hf__architectures=["Qwen3_5ForCausalLM"])
+    usual: dict[str, Any] = {
+        **vars(ARGS), "speculative_algorithm": None, "disaggregation_mode": "null", "pp_size": 1, "enable_lora": False,
+        "lora_paths": None,
+    }  # fmt: skip
+    served_models.check_model(model, SimpleNamespace(**usual))
+    with pytest.raises(ConfigError, match="which does not go with speculative decoding") as caught:
+        served_models.check_model(model, SimpleNamespace(**{**usual, **changes}))
+    one_sentence(str(caught.value))
+    with pytest.raises(ConfigError, match="disk does not work with this model"):
+        served_models.check_stored(model, FluxionConfig(disk="/tmp/kv"))
+
+
 def test_a_kv_cache_of_another_type_is_refused(needle: Any) -> None:
     args = SimpleNamespace(kv_cache_dtype="bf16", tp_size=1)
     served_models.check_model(needle, args)

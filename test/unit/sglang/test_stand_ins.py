@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from functools import reduce
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,12 +57,37 @@ def test_rms_apply_over_ranks(dtype: torch.dtype) -> None:
         close(torch.cat(parts, -1), F.rms_norm(x.double(), [x.shape[1]], weight.double(), 1e-6))
 
 
+def test_split_projections(dtype: torch.dtype) -> None:
+    qkvz, ba = torch.randn(3, 2 * 2 * 16 + 2 * 4 * 8).to(dtype), torch.randn(3, 8).to(dtype)
+    mixed, z, b, a = stand_ins.split_projections(qkvz, ba, 2, 4, 16, 8)
+    assert torch.equal(torch.cat([mixed, z.flatten(1)], 1), qkvz) and torch.equal(torch.cat([b, a], 1), ba)
+    assert mixed.shape == (3, 96) and z.shape == (3, 4, 8) and a.is_contiguous() and b.is_contiguous()
+
+
+def test_sigmoid_mul(dtype: torch.dtype) -> None:
+    x, gate = torch.randn(3, 64).to(dtype), torch.randn(3, 4, 32).to(dtype)[..., :16]
+    want = x.double() * torch.sigmoid(gate.double()).flatten(1)
+    made = stand_ins.sigmoid_mul(x, gate)
+    close(made, want)
+    assert made is not x and stand_ins.sigmoid_mul(x, gate, inplace=True) is x and torch.equal(x, made)
+
+
+@pytest.mark.parametrize("activation", ["swish", "sigmoid"])
+def test_norm_then_gate(dtype: torch.dtype, activation: str) -> None:
+    x, z, weight = torch.randn(3, 64).to(dtype), torch.randn(3, 64).to(dtype), torch.rand(64).to(dtype)
+    module = SimpleNamespace(eps=1e-6, weight=weight, activation=activation)
+    plain = F.rms_norm(x.double(), [64], weight.double(), 1e-6)
+    gate = torch.sigmoid(z.double()) * (z.double() if activation == "swish" else 1)
+    close(stand_ins.norm_then_gate(module, x, z), plain * gate)
+    close(stand_ins.norm_then_gate(module, x), plain)
+
+
 def test_they_take_the_place_of_those_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for need in stand_ins._FUNCTIONS:
         importlib.import_module(need.module)
     stand_ins.install()
     for need, function in stand_ins._FUNCTIONS.items():
-        assert getattr(importlib.import_module(need.module), need.name) is function
+        assert reduce(getattr, need.name.split("."), importlib.import_module(need.module)) is function
     stand_ins.install()
     module = importlib.import_module("sglang.srt.models.minimax_m2")
     monkeypatch.setattr(module, "rms_sumsq_serial", lambda x: x)

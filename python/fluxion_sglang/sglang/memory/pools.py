@@ -155,7 +155,9 @@ def _attention_layers(configurator: Any) -> list[int]:
     info = configurator.layer_info
     if not served_models.has_states(configurator.model_config):
         return list(range(info.start_layer, info.start_layer + info.num_effective_layers))
-    return [i for i in served_models.attention_layers(configurator.model_config) if info.start_layer <= i < info.end_layer]
+    return [
+        i for i in served_models.attention_layers(configurator.model_config) if info.start_layer <= i < info.end_layer
+    ]
 
 
 def _shape(configurator: Any, config: FluxionConfig) -> KVShape:

@@ -17,8 +17,8 @@ from typing import Any
 from fluxion_sglang import wishes
 from fluxion_sglang.policy import BARE, LONGEST, Context, Policy, check_spec, legal, parse_spec
 from fluxion_sglang.sglang.containment.ending import end_request, keep_out_of_tree
-from fluxion_sglang.sglang.requests import asked, sessions
 from fluxion_sglang.sglang.hooking import attention_of
+from fluxion_sglang.sglang.requests import asked, sessions
 
 logger = logging.getLogger(__name__)
 

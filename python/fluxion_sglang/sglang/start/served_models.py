@@ -83,6 +83,22 @@ SERVED = (
         f"experts; {_VISION}",
     ),
     Family(
+        "Qwen 3.5, 3.6",
+        ("Qwen3_5ForCausalLM",),
+        ("qwen3.5",),
+        "Qwen3.5-9B",
+        (8, 4, 256),
+        f"a state a request in three of four layers (hybrid); needs a CPU as the device; {_VISION}",
+    ),
+    Family(
+        "Qwen 3.5, 3.6 with experts",
+        ("Qwen3_5MoeForCausalLM",),
+        ("qwen3.5-moe",),
+        "Qwen3.5-35B-A3B",
+        (10, 2, 256),
+        f"experts; as Qwen 3.5; {_VISION}",
+    ),
+    Family(
         "gpt-oss",
         ("GptOssForCausalLM",),
         ("gpt-oss",),
@@ -199,11 +215,12 @@ def _is_latent(model: ModelConfig, args: Any) -> bool:
     return model.attention_arch != AttentionArch.MHA
 
 
-def has_states(model: ModelConfig) -> bool:
-    """Whether some of its layers keep a state a request, by the gated delta rule."""
-    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+_WITH_STATES = frozenset({"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"})
 
-    return hybrid_gdn_config(model) is not None and "Qwen3NextForCausalLM" not in (model.hf_config.architectures or ())
+
+def has_states(model: ModelConfig) -> bool:
+    """Whether some of its layers keep a state a request, by the gated delta rule, and we have kernels for them."""
+    return not _WITH_STATES.isdisjoint(model.hf_config.architectures or ())
 
 
 def attention_layers(model: ModelConfig) -> Sequence[int]:
@@ -220,15 +237,14 @@ def _is_linear(model: ModelConfig, args: Any) -> bool:
     return mambaish_config(model) is not None and not has_states(model)
 
 
-def _states_need(model: ModelConfig, args: Any) -> bool:
-    """Whether it has layers with states and the server is to do what these cannot yet."""
-    special = (
-        args.speculative_algorithm is not None,
-        args.disaggregation_mode != "null",
-        args.pp_size > 1,
-        args.enable_lora or bool(args.lora_paths),
+def _needs_more_than_states(model: ModelConfig, args: Any) -> bool:
+    """Whether it has layers with states and the server is to do what these do not go with."""
+    return has_states(model) and (
+        args.speculative_algorithm is not None
+        or args.disaggregation_mode != "null"
+        or args.pp_size > 1
+        or bool(args.enable_lora or args.lora_paths)
     )
-    return has_states(model) and any(special)
 
 
 def _has_sparse_index(model: ModelConfig, args: Any) -> bool:
@@ -290,7 +306,7 @@ MODELS = (
         "hide the accelerator and add --device cpu, or " + _OTHER_MODEL,
     ),
     Refusal(
-        _states_need,
+        _needs_more_than_states,
         "some of its layers keep a state a request (gated delta rule), which does not go with speculative decoding, "
         "--disaggregation-mode, --pp-size or adapters yet",
         "leave these options out, or " + _OTHER_MODEL,

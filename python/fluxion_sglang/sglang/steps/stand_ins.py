@@ -150,9 +150,7 @@ _FUNCTIONS: dict[Need, Callable[..., Any]] = {
         "fused_qkvzba_split_reshape_cat_contiguous",
         ("mixed_qkvz", "mixed_ba", "num_heads_qk", "num_heads_v", "head_qk", "head_v"),
     ): split_projections,
-    Need(
-        "sglang.srt.models.qwen3_5", "fused_sigmoid_mul", ("attn_output", "gate", "inplace", "quant")
-    ): sigmoid_mul,
+    Need("sglang.srt.models.qwen3_5", "fused_sigmoid_mul", ("attn_output", "gate", "inplace", "quant")): sigmoid_mul,
     Need("sglang.kernels.ops.attention.fla.layernorm_gated", "RMSNorm.forward", ("self", "x", "z")): norm_then_gate,
 }
 

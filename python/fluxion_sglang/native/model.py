@@ -256,8 +256,8 @@ class NativeLayers:
         """A causal convolution of every channel over a request's tokens, and SiLU; [rows, channels].
 
         Args:
-            x: [rows, channels], bfloat16 or float32; rows may be apart by any stride. weights: [channels, taps], taps at
-                most 4, bias: [channels], in the dtype of x.
+            x: [rows, channels], bfloat16 or float32; rows may be apart by any stride.
+            weights: [channels, taps], at most 4 taps, bias: [channels], in the dtype of x.
             states: [slots, channels, taps - 1], in the dtype of x: the inputs before a request's first row, oldest
                 first. Those before its next row are left there.
             slots: [requests] int32; rows of a request with a negative one become zeros.
@@ -289,8 +289,8 @@ class NativeLayers:
         """The gated delta rule ("Gated Delta Networks", Yang et al., 2025, Eq. 10); [rows, heads * values].
 
         For each token of a request, with unit vectors of query and key and the query divided by the root of `keys`:
-        state = decay * state; state += strength * (value - state key) key^T; out = state query, rounded once. A request's
-        rows depend on that request alone, to the bit, however its tokens are divided among calls.
+        state = decay * state; state += strength * (value - state key) key^T; out = state query, rounded once. The rows
+        of a request depend on that request alone, to the bit, however its tokens are divided among calls.
 
         Args:
             q, k: [rows, key heads * keys], v: [rows, heads * values], bfloat16 or float32; rows may be apart by any
@@ -298,29 +298,17 @@ class NativeLayers:
             a, b: [rows, heads] float32: decay is e^a, strength b.
             states: [slots, heads, values, keys] float32; slots may be apart by any stride. slots, starts: as of
                 `convolve`.
-            gates: a_log and dt_bias, [heads] float32. With them decay is exp(-e^a_log * softplus(a + dt_bias)), strength
-                the sigmoid of b.
-            snapshots: [requests] int32 and [requests, heads, values, keys] float32. The state before a request's token of
-                that number, counted in this call, is copied there; -1: none.
+            gates: a_log and dt_bias, [heads] float32. With them decay is exp(-e^a_log * softplus(a + dt_bias)), and
+                strength is the sigmoid of b.
+            snapshots: [requests] int32 and [requests, heads, values, keys] float32. The state before a request's token
+                of that number, counted in this call, is copied there; -1: none.
 
         Raises:
             ValueError, IndexError: as of `convolve`.
         """
         out = v.new_empty(v.shape)
-        self.compute(
-            "delta_rule",
-            q,
-            k,
-            v,
-            starts,
-            slots,
-            a,
-            b,
-            *(gates or (None, None)),
-            states,
-            *(snapshots or (None, None)),
-            out,
-        )
+        gated, copied = gates or (None, None), snapshots or (None, None)
+        self.compute("delta_rule", q, k, v, starts, slots, a, b, *gated, states, *copied, out)
         return out
 
 

@@ -81,8 +81,8 @@ def plan_states(config: FluxionConfig, shape: KVShape, available: int, each: int
     states = int(whole * STATES_FRACTION) // each - 1  # SGLang's padding has one as well
     if states < least:
         raise ConfigError(
-            f"{asked} leaves room for {max(states, 0)} states of this model, {each / 2**20:.1f} MiB each, and a request "
-            f"needs {least}; pass host_memory_gb={(least + 1) * each / STATES_FRACTION / GIB:.3f} or more, or "
+            f"{asked} leaves room for {max(states, 0)} states of this model, {each / 2**20:.1f} MiB each, and one "
+            f"request needs {least}; pass host_memory_gb={(least + 1) * each / STATES_FRACTION / GIB:.3f} or more, or "
             "--max-mamba-cache-size."
         )
     return states

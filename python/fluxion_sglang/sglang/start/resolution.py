@@ -217,8 +217,11 @@ def _handle_model_specific_adjustments(server_args: Any, previous: _Step) -> Non
 
 
 def _keep_states(server_args: Any, model: Any, view: Any) -> None:
-    """States and their types: what the delta rule keeps is float32, the inputs of a convolution are in the model's type.
-    Raises ConfigError."""
+    """Let SGLang keep states of prefixes: in float32, and in the model's type what a convolution keeps.
+
+    Raises:
+        ConfigError: the operator wants another type.
+    """
     from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.platforms import current_platform
 

@@ -441,8 +441,8 @@ def _quantisation(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_stored(model: ModelConfig, config: FluxionConfig) -> None:
-    """Refuse to store in 8 bits what a model in float32 attends to, and KV in files without the states that belong to it.
-    Raises ConfigError."""
+    """Refuse to store in 8 bits what a model in float32 attends to, and to keep KV in files without its states. Raises
+    ConfigError."""
     if config.disk is not None and has_states(model):
         raise ConfigError(
             "disk does not work with this model, because some of its layers keep a state a request and files have KV "

@@ -89,8 +89,8 @@ class FluxionAttnBackend(AttentionBackend):
         self._places_of = {layer.layer_id: at for at, layer in enumerate(layers)}
         if len(layers) != pool.host.shape.layers:
             raise RuntimeError(
-                f"the model has {len(layers)} attention layers and the host pool {pool.host.shape.layers}; please report "
-                "this with the model's config.json."
+                f"the model has {len(layers)} attention layers and the host pool {pool.host.shape.layers}; please "
+                "report this with the model's config.json."
             )
         # Models ask a backend for these two by name (sglang.srt.model_executor.forward_context).
         self.token_to_kv_pool = pool

@@ -114,13 +114,13 @@ class DeltaRuleKernel(LinearAttnKernelBase):
         cache_indices: torch.Tensor,
         **_: Any,
     ) -> torch.Tensor:
-        rows = [x[0].flatten(1) for x in (q, k, v)]
-        gated = [x.float().contiguous() for x in (a, b)]
+        gates = A_log.float(), dt_bias.float()
         out = self._native(
             lambda layers: layers.delta_rule(
-                *rows, *gated, ssm_states, cache_indices.int(), gates=(A_log.float(), dt_bias.float())
+                q[0].flatten(1), k[0].flatten(1), v[0].flatten(1), a.float().contiguous(), b.float().contiguous(),
+                ssm_states, cache_indices.int(), gates=gates,
             )
-        )
+        )  # fmt: skip
         return torch.zeros_like(v) if out is None else out.view(v.shape)
 
     def extend(
@@ -138,15 +138,16 @@ class DeltaRuleKernel(LinearAttnKernelBase):
         track_chunk_idx: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None, None]:
-        rows, snapshots = [x[0].flatten(1) for x in (q, k, v)], None
+        snapshots = None
         if track_state is not None:
             assert track_chunk_idx is not None
             snapshots = torch.where(track_chunk_idx >= 0, track_chunk_idx * CHUNK, -1).int(), track_state
         out = self._native(
             lambda layers: layers.delta_rule(
-                *rows, g[0], beta[0], ssm_states, cache_indices.int(), query_start_loc, snapshots=snapshots
+                q[0].flatten(1), k[0].flatten(1), v[0].flatten(1), g[0], beta[0], ssm_states, cache_indices.int(),
+                query_start_loc, snapshots=snapshots,
             )
-        )
+        )  # fmt: skip
         return torch.zeros_like(v) if out is None else out.view(v.shape), None, None
 
 

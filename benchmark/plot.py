@@ -253,7 +253,7 @@ def drawer(path: Path) -> Any:
 
 def shown() -> list[Path]:
     """The result files whose plots README.md and the documentation show."""
-    pages = [common.ROOT / "README.md", *common.ROOT.glob("docs/*.md")]
+    pages = [common.ROOT / "README.md", *common.ROOT.glob("docs/**/*.md")]
     found = {path for page in pages for path in re.findall(r"benchmark/results/[\w./-]+\.svg", page.read_text())}
     return [common.ROOT / path.removesuffix(".svg") for path in sorted(found)]
 

@@ -1,6 +1,6 @@
 """Every benchmark: its name, what it measures, and how it starts.
 
-`fluxion bench`, `python -m benchmark`, `make bench`, `make quality` and docs/benchmarks.md read this list.
+`fluxion bench`, `python -m benchmark`, `make bench` and `make quality` read this list.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 import common
 
-from fluxion_quality.table import grid, where
+from fluxion_quality.table import grid
 
 Row = dict[str, Any]
 Data = dict[str, Any]
@@ -56,17 +56,8 @@ def over(one: Any, other: Any, form: str = "{:.1f}x") -> Callable[[Row], str]:
     return lambda row: form.format(row[one] / row[other])
 
 
-def pivot(rows: Iterable[Row], keys: Sequence[str], by: str) -> list[Row]:
-    """Rows that agree in `keys` become one, with each of them by its value of `by`."""
-    found: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        place = {key: row[key] for key in keys}
-        found.setdefault(tuple(place.values()), place)[row[by]] = row
-    return list(found.values())
-
-
 def medians(rows: Iterable[Row], keys: Sequence[str], by: str, value: str) -> list[Row]:
-    """As `pivot`, with medians of one value in the place of rows."""
+    """Rows that agree in `keys` become one, with the medians of a value by their values of `by`."""
     found: dict[tuple[Any, ...], dict[Any, list[float]]] = {}
     for row in rows:
         found.setdefault(tuple(row[key] for key in keys), {}).setdefault(row[by], []).append(row[value])
@@ -76,31 +67,52 @@ def medians(rows: Iterable[Row], keys: Sequence[str], by: str, value: str) -> li
     ]
 
 
-def result_files(results: Path, name: str, part: str = "rows") -> list[tuple[Path, Data]]:
-    """The result files of a name, a pattern, that have this part; not those of --quick."""
+def outer(rows: Iterable[Row], *keys: str) -> list[Row]:
+    """The rows that have the least or the largest value of each of these keys."""
+    found = list(rows)
+    for key in keys:
+        values = [row[key] for row in found]
+        found = [row for row in found if row[key] in (min(values), max(values))]
+    return found
+
+
+def result_files(results: Path, name: str) -> list[tuple[Path, Data]]:
+    """The result files of a name, a pattern, that have rows; not those of --quick."""
     files = [path for path in sorted(results.glob(f"*/{name}")) if not path.stem.endswith("_quick")]
     loaded = [(path, common.load(path)) for path in files]
-    return [(path, data) for path, data in loaded if data is not None and data.get(part)]
+    return [(path, data) for path, data in loaded if data is not None and data.get("rows")]
 
 
 def link(path: Path, text: str = "Data") -> str:
     return f"[{text}](benchmark/results/{path.parent.name}/{path.name})"
 
 
-def source(path: Path, data: Data, note: str = "", command: str = "") -> str:
-    """The line below a table: `note`, where it was measured (in the place of "{where}", else behind), the file, and
-    the command that measures it."""
-    said = note if "{where}" in note else f"{note} {{where}}".strip()
-    return f"{said.replace('{where}', where(data))} {link(path)}{f', `{command}`' if command else ''}.\n"
+def machine(data: Data) -> str:
+    """The machine that a result file is of; the file itself says the rest."""
+    of = data["machine"]
+    name = of["cpu"] + (f" ({of['generation']})" if of.get("generation") else "")
+    return f"{name}, {of['cores']} cores" + (f", {of['gpu']}" if of["gpu"] else "")
 
 
-def per_file(
-    results: Path, files: str | Sequence[str], draw: Callable[[Path, Data], str], command: str, part: str = "rows"
-) -> str:
-    """What `draw` says of each of the files; of none, which command measures it."""
-    names = [files] if isinstance(files, str) else files
-    out = [draw(path, data) for name in names for path, data in result_files(results, name, part)]
-    return "\n".join(out) or f"Not measured yet: `{command}`.\n"
+def sources(files: Iterable[tuple[Path, Data]]) -> str:
+    """Where several files were measured: each machine once, with its files."""
+    found: dict[str, list[str]] = {}
+    for path, data in files:
+        found.setdefault(machine(data), []).append(link(path, path.stem))
+    return " ".join(f"{name}. Data: {', '.join(of)}." for name, of in found.items())
+
+
+def source(path: Path, data: Data, note: str = "") -> str:
+    """The line below a table: `note`, where it was measured and when, and the file."""
+    return f"{note} {machine(data)}, {data['date']}. {link(path)}.\n".lstrip()
+
+
+def per_file(results: Path, files: str, draw: Callable[[Path, Data], str], command: str) -> str:
+    """What `draw` says of each file of a name, a pattern; of none, which command measures it."""
+    return (
+        "\n".join(draw(path, data) for path, data in result_files(results, files))
+        or f"Not measured yet: `{command}`.\n"
+    )
 
 
 @dataclass(frozen=True)
@@ -108,32 +120,28 @@ class Table:
     """The same table for each result file of a name.
 
     Attributes:
-        files: their name, a pattern, or several.
+        files: their name, a pattern.
         columns, note: of a file. A note is a format of the file's fields, or a function.
         rows: of a file.
         align: see `table`.
-        command: measures it; default: the program of the file's name. told: the line below says so.
-        part: what a file needs to have.
+        command: measures it; default: the program of the file's name.
     """
 
-    files: str | Sequence[str]
+    files: str
     columns: Columns | Callable[[Data], Columns]
     note: str | Callable[[Data], str] = ""
     rows: Callable[[Data], Iterable[Row]] = lambda data: data["rows"]
     align: str = "l"
     command: str = ""
-    told: bool = False
-    part: str = "rows"
 
     def __call__(self, results: Path) -> str:
-        return per_file(results, self.files, self._draw, self._command, self.part)
+        return per_file(results, self.files, self._draw, self._command)
 
     @property
     def _command(self) -> str:
-        return self.command or f"python benchmark/{str(self.files).removesuffix('.json')}.py"
+        return self.command or f"python benchmark/{self.files.removesuffix('.json')}.py"
 
     def _draw(self, path: Path, data: Data) -> str:
         columns = self.columns(data) if callable(self.columns) else self.columns
-        note = self.note(data) if callable(self.note) else self.note.format_map({"where": "{where}", **data})
-        below = source(path, data, note, self._command if self.told else "")
-        return f"{table(columns, self.rows(data), self.align)}\n{below}"
+        note = self.note(data) if callable(self.note) else self.note.format_map(data)
+        return f"{table(columns, self.rows(data), self.align)}\n{source(path, data, note)}"

@@ -17,7 +17,6 @@ import common
 import torch
 from decode_tables import DECODE_TABLES
 from quality_tables import QUALITY_TABLES
-from registry import BENCHMARKS
 from rendering import columns_of, table
 from speed_tables import SPEED_TABLES
 
@@ -37,17 +36,6 @@ def options(_: Path) -> str:
         )
         out.append(f"### {group}\n\n{table(columns, [{'o': option} for option in of], 'lllll')}")
     return "\n".join(out)
-
-
-def benchmarks(_: Path) -> str:
-    """The benchmarks of times and their groups, and the names of those of quality."""
-    rows = [vars(one) for one in BENCHMARKS.values() if one.group in ("speed", "apart")]
-    drawn = table({"name": "`{name}`", "measures": "{what}", "group": "{group}"}, rows, "lll")
-    groups = [
-        f"`{group}`: {', '.join(f'`{one.name}`' for one in BENCHMARKS.values() if one.group == group)}."
-        for group in ("quality", "public")
-    ]
-    return "\n\n".join([drawn.rstrip(), *groups]) + "\n"
 
 
 def models(_: Path) -> str:
@@ -82,7 +70,6 @@ def refused_models(_: Path) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "options": options,
-    "benchmarks": benchmarks,
     "models": models,
     "refused_models": refused_models,
     **DECODE_TABLES,
@@ -117,7 +104,7 @@ def main() -> None:
     stale = []
     pages = [
         common.ROOT / "README.md",
-        *sorted((common.ROOT / "docs").glob("*.md")),
+        *sorted((common.ROOT / "docs").rglob("*.md")),
         *common.ROOT.glob("models/*/README.md"),
     ]
     for page in pages:

@@ -1,4 +1,4 @@
-"""The worked example of docs/policy.md as other processes find it: a folder with what its installation leaves there."""
+"""The worked example of docs/extend.md as other processes find it: a folder with what its installation leaves there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from places import ROOT
 
-PAGE = ROOT / "docs" / "policy.md"
+PAGE = ROOT / "docs" / "extend.md"
 EXAMPLES = dict(re.findall(r"<!-- example:(\S+) -->\n```\w+\n(.*?)```", PAGE.read_text(), re.S))
 
 

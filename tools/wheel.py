@@ -1,4 +1,4 @@
-"""Builds a wheel in dist/ that other machines can install: `make wheel`, described in docs/building.md.
+"""Builds a wheel in dist/ that other machines can install: `make wheel`, described in docs/dev/building.md.
 
 It is built from a source distribution, so that nothing of the checkout that is not part of the package can get into it.
 auditwheel reads from the library which systems have what it needs, and names the wheel by that.

@@ -21,11 +21,12 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-PAGES = {"models/needle/README.md": "needle.md", "models/needle/fluxion/report.md": "needle-predictor.md"}
+PAGES = {
+    "README.md": "overview.md",
+    "models/needle/README.md": "needle.md",
+    "models/needle/fluxion/report.md": "needle-predictor.md",
+}
 """Pages outside of docs/, and their names on the site."""
-
-HOME = {"README.md": "index.md"}
-"""Files of the repository that another page stands for on the site."""
 
 COPIED = ("benchmark/results/", "benchmark/plans.json", "models/needle/fluxion/", "models/needle/heads.json")
 """Where the files lie that the site takes along if a page links to them."""
@@ -100,8 +101,8 @@ def _repository_path(link: str, folder: Path, root: Path) -> str | None:
 
 
 def _site_name(target: str) -> str | None:
-    if target in PAGES or target in HOME:
-        return PAGES.get(target) or HOME[target]
+    if target in PAGES:
+        return PAGES[target]
     if target.startswith("docs/"):
         return target.removeprefix("docs/")
     return _copied(target)

@@ -94,21 +94,21 @@ class FluxionConfig:
 
     policy: str = _option(
         "auto",
-        "What each head reads of the middle, as a policy spec; auto is fluxion where a predictor fits the model, and "
-        "full, which is exact, where none does.",
+        "What each head reads of the middle, as a policy spec. auto is fluxion if a predictor fits the model, "
+        "otherwise full, which is exact.",
         '"fixed:16:0.25"',
         group=EVERYDAY,
     )
     predictor: str | None = _option(
         None,
-        "Folder of a predictor that `fluxion train` made; by default `fluxion` in the model's folder, if it is there.",
+        "Folder of a predictor that `fluxion train` made. By default `fluxion` in the model's folder, if it exists.",
         '"/models/llama/fluxion"',
         group=EVERYDAY,
     )
     request_policies: bool | list[str] = _option(  # noqa: RUF009 (the default is no list)
         True,
-        "Requests may bring a policy of their own: true any that this server can run, a list those specs alone, false "
-        "none. One that brings another is ended with an error.",
+        "Policies that requests may name: true for all that this server can run, a list for these specs, false for "
+        "none. A request that names another policy ends with an error.",
         '["full", "fixed:16:0.25"]',
         lambda allowed: isinstance(allowed, bool) or (bool(allowed) and all(type(spec) is str for spec in allowed)),
         'it says which policies requests may name; give true, false, or a list of specs such as ["full", '
@@ -117,21 +117,21 @@ class FluxionConfig:
     )
     sketches: bool | None = _option(
         None,
-        "The host pool keeps a sketch of every key, in four bits an element, which the policy sketch reads. The "
-        "pool grows by a tenth in bfloat16. By default where policy, or the list request_policies, names sketch.",
+        "The host pool keeps a sketch of every key, 4 bits an element, for the policy sketch. The pool grows by a "
+        "tenth in bfloat16. By default on if policy, or the list request_policies, names sketch.",
         "true",
         lambda on: isinstance(on, bool),
         "it says whether sketches of keys are kept; give true or false.",
     )
     host_tokens: int | None = _option(
         None,
-        "Size of the host pool in tokens; by default it follows from the free host memory.",
+        "Size of the host pool in tokens. By default it follows from the free host memory.",
         "1000000",
         group=EVERYDAY,
     )
     host_memory_gb: float | None = _option(
         None,
-        "Size of the host pool in GiB, instead of host_tokens; all ranks of a host divide it.",
+        "Size of the host pool in GiB, instead of host_tokens. All ranks of a host divide it.",
         "64",
         lambda gib: gib > 0,
         "the host pool needs memory; give a positive number of GiB or leave the key out to size the pool from the "
@@ -140,10 +140,9 @@ class FluxionConfig:
     )
     disk: str | dict[str, Any] | None = _option(  # noqa: RUF009
         None,
-        "Folder in which the KV of prompts outlives the server: prompts that begin alike are not prefilled again after "
-        "a restart, or once the host pool had to make room. Each model has a folder of its own in it. As an object, it "
-        f'may also have "gb", the most GiB of files of one model ({DISK_GB:g} by default), which the tensor-parallel '
-        "ranks of a host divide.",
+        "Folder that keeps the KV of prompts: after a restart or an eviction their beginnings are not prefilled again. "
+        f'Each model has a subfolder. The object form takes "gb", the most GiB for one model ({DISK_GB:g} by default), '
+        "which the tensor-parallel ranks of a host divide.",
         '{"folder": "/var/cache/fluxion", "gb": 500}',
         lambda value: _is_place(value, "disk"),
         'it says where KV is kept; give the path of a folder, or {"folder": PATH, "gb": GiB above 0}.',
@@ -151,9 +150,8 @@ class FluxionConfig:
     )
     kv_dtype: str = _option(
         "auto",
-        "What the host pool stores keys and values as: auto, the model's dtype; or int8, 8 bits an element with a "
-        "scale for every token and head, at about half the bytes read. For models in bfloat16, where the CPU is the "
-        "device.",
+        "Type of keys and values in the host pool. auto: the model's dtype. int8: 8 bits an element, with a scale for "
+        "every token and head; a step reads about half the bytes. For models in bfloat16, CPU only.",
         '"int8"',
         lambda word: word in KV_DTYPES,
         _one_of(KV_DTYPES),
@@ -166,8 +164,8 @@ class FluxionConfig:
     )
     prefill_budget: float = _option(
         1.0,
-        "The largest share of the tokens before it that a block of queries of a prompt reads: 1 is an exact prefill, "
-        "less a sparse one, which is faster and not exact. On a CPU.",
+        "Largest share of the preceding tokens that a block of queries of a prompt reads. 1 is an exact prefill. Less "
+        "is a sparse prefill, which is faster and not exact. CPU only.",
         "0.3",
         lambda share: 0 < share <= 1,
         "it is the share of the earlier tokens that queries of a prompt read; give 1 for an exact prefill, or a number "
@@ -175,47 +173,46 @@ class FluxionConfig:
     )
     prefill_pass_ms: float = _option(
         200.0,
-        "Milliseconds that a prefill pass takes while others decode or wait: with two decode steps, a stream's longest "
-        "gap. Short prompts go first. 0 leaves passes and their order to SGLang. On a CPU.",
+        "Milliseconds of a prefill pass while other requests decode or wait. The longest gap of a stream is this time "
+        "and two decode steps. Short prompts go first. 0 leaves passes and their order to SGLang. CPU only.",
         "0",
         lambda ms: ms >= 0,
         "it is a time; give a number of milliseconds, or 0 for passes of chunked_prefill_size tokens.",
     )
     share_prefixes: bool = _option(
         True,
-        "Requests of a batch that begin alike (forks, one system prompt or document) read what they have in common "
-        "from memory once for all of them, under full, fixed and fluxion. What each head reads stays the same.",
+        "Requests of a batch with a common beginning read it from memory once for all of them, under full, fixed and "
+        "fluxion. What each head reads stays the same.",
         "false",
         group=RESEARCH,
     )
     canary: float = _option(
         0.0,
-        "Share of the reads of host KV, its metadata and sketches that are compared with sums made when they were "
-        "written; 0 is none. A request that read something else ends with an error. Where the CPU is the device.",
+        "Share of the reads of host KV, metadata and sketches that are compared with checksums made at writing; 0 is "
+        "none. A request that read something else ends with an error. CPU only.",
         "0.01",
         lambda share: 0 <= share <= 1,
         "it is a share of reads; give 0 for none, 1 for all, or a number between, such as 0.01.",
     )
     workers: int | None = _option(
         None,
-        "CPU threads of each rank's engine, the calling thread included; by default one a core of the rank, and two "
-        "fewer beside a GPU.",
+        "CPU threads of each rank's engine, including the calling thread. By default one for each core of the rank, "
+        "and two fewer beside a GPU.",
         "16",
         lambda workers: workers >= 1,
         "the calling thread itself is one; give 1 or more, or leave the key out for one thread a core.",
     )
     cores: str | None = _option(
         None,
-        "Cores that the engine's threads are pinned to, divided among the ranks of the host; by default those the "
-        "process may use. Under a limit of CPU time threads are pinned only where this is set.",
+        "Cores to pin the engine's threads to, divided among the ranks of the host. By default those that the process "
+        "may use. Under a quota of CPU time, threads are pinned only if this is set.",
         '"0-3,8"',
     )
     model_kernels: str = _option(
         MODEL_KERNELS[0],
-        "Where the CPU is the device, native threads compute the model's other layers, too: linear ones of few rows, "
-        "experts, norms, activations and rotary embeddings. replayed: two decode steps of each batch size are "
-        "recorded, and later ones replay them without the Python between the layers (one rank, no adapters); on: "
-        "without that; off: PyTorch computes them.",
+        "On a CPU, native threads compute linear layers of few rows, experts, norms, activations and rotary "
+        "embeddings, too. replayed: decode steps are recorded and replayed without Python between the layers (one "
+        "rank, no adapters). on: no replay. off: PyTorch computes these layers.",
         '"off"',
         lambda word: word in MODEL_KERNELS,
         _one_of(MODEL_KERNELS),
@@ -223,24 +220,23 @@ class FluxionConfig:
     )
     hot_tiles_gb: float = _option(
         0.0,
-        "Device memory in GiB of each rank for copies of tiles that were read lately; 0 is none. Above 0 the GPU ranks "
-        "blocks itself, by metadata of the whole host pool that it keeps (a sixteenth of the pool), reads the chosen "
-        "tiles that it has copied, and leaves the rest to the CPU. It does so where all requests of a step follow "
-        "full, fixed or streaming; in other steps the CPU ranks and reads.",
+        "GiB of device memory of each rank for copies of recently read tiles. Above 0 the GPU keeps all metadata (a "
+        "sixteenth of the host pool), ranks blocks, and reads the chosen tiles that it has copied; the CPU reads the "
+        "others. Only in steps whose requests all follow full, fixed or streaming.",
         "4",
         lambda gib: gib >= 0,
         "it is an amount of memory; give 0 for none, or a number of GiB.",
         group=GPU,
     )
     cuda_graphs: bool = _option(
-        False, "Decode steps are recorded as CUDA graphs and replayed. One H200 has run this.", "true", group=GPU
+        False, "Record decode steps as CUDA graphs and replay them. Run on one H200 only.", "true", group=GPU
     )
     audit: str | dict[str, Any] | None = _option(  # noqa: RUF009
         None,
-        "File to append an audit of decode steps to: bytes read and error against exact attention, at twice the work. "
-        'As an object, it may also have "gb", the largest size of the file in GiB (a full one gets the ending .1, in '
-        'place of the one that has it, and a new file begins), and "every": only steps in which the length of the '
-        "first request is a multiple of it.",
+        "File to append an audit of decode steps to: bytes read, and error against exact attention. It at least "
+        'doubles the work. The object form takes "gb", the largest size in GiB (a full file gets the ending .1 and '
+        'replaces the one before it), and "every": audit only steps in which the length of the first request is a '
+        "multiple of it.",
         '{"file": "/tmp/audit.npy", "gb": 1}',
         lambda value: _is_place(value, "audit", "every"),
         'it says where the audit goes; give the path of a file, or {"file": PATH, "gb": GiB above 0, "every": steps '
@@ -249,7 +245,7 @@ class FluxionConfig:
     )
     record: str | None = _option(
         None,
-        "Folder for training samples of requests that ask for it in their custom_params; `fluxion train` sets it.",
+        "Folder for training samples of requests that ask for it in custom_params. `fluxion train` sets it.",
         '"/tmp/samples"',
         group=RESEARCH,
     )

@@ -76,7 +76,7 @@ def test_the_readme_is_short() -> None:
 
 def test_the_tests_that_the_faults_name_are_there() -> None:
     """Of every row; a row may name a benchmark or a target of make as well, and not alone a target."""
-    tables = (ROOT / "docs" / "faults.md").read_text().split("\n\n")
+    tables = (ROOT / "docs" / "dev" / "faults.md").read_text().split("\n\n")
     rows = [row for table in tables if table.startswith("| fault |") for row in table.splitlines()[2:]]
     assert len(rows) > 40
     for row in rows:
@@ -383,7 +383,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-3000:]
     foreign = [
         page.name
-        for page in tmp_path.glob("*.html")
+        for page in tmp_path.rglob("*.html")
         if re.search(r'<(script|link rel="stylesheet"|img)[^>]+(src|href)="https?://', page.read_text())
     ]
     assert not foreign, f"these pages load something from the network: {', '.join(foreign)}"

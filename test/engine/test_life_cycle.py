@@ -4,7 +4,7 @@ One server, under pressure: its host pool holds a few of the prompts, and SGLang
 that has more than one. A sparse request that was retracted itself may answer otherwise, because what it had decoded is
 prefilled again, exactly. So each test disturbs others and asks afterwards: the answer is the one that the policy gives
 with the server to itself. SGLang's leak check stays on. The server's own policy, and one of the requests', is of
-another package: the worked example of docs/policy.md.
+another package: the worked example of docs/extend.md.
 """
 
 from __future__ import annotations

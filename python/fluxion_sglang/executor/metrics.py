@@ -60,8 +60,8 @@ _COUNTERS = {
 """The engine's statistic -> text of its counter."""
 _CONTAINMENT: dict[str, tuple[str, tuple[str, ...]]] = {
     "contained_failures": (
-        "Failures that ended a request and not the server, by the ring that caught them (docs/faults.md). door: the "
-        "request was refused with status 400 before it was sent to the scheduler.",
+        "Failures that ended a request and not the server, by the ring that caught them (docs/dev/faults.md). door: "
+        "the request was refused with status 400 before it was sent to the scheduler.",
         ("ring",),
     ),
     "suspected_requests": (

@@ -1,4 +1,4 @@
-"""What every policy must keep, as checks that anybody can run on a policy of their own (docs/policy.md).
+"""What every policy must keep, as checks that anybody can run on a policy of their own (docs/extend.md).
 
     from fluxion_sglang.policy.testing import CHECKS
 

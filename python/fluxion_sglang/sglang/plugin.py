@@ -1,4 +1,4 @@
-"""The hooks on SGLang's insides: what `HOOKS` names, each with its reason in docs/hooks.md.
+"""The hooks on SGLang's insides: what `HOOKS` names, each with its reason in docs/dev/hooks.md.
 
 They go in, and the attention backend with them, when a process installs a configuration that has the flag
 (see `server_fields`), not before: without the flag SGLang's functions are SGLang's own. What they do is in

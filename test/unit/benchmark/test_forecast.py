@@ -190,7 +190,7 @@ def test_a_server_of_the_file_is_forecast(capsys: pytest.CaptureFixture[str], mo
     options = ["--server", "2 x EPYC 9654, DDR5-4800", "--context", "1000000"]
     monkeypatch.setattr(sys, "argv", ["forecast", *options, "--batch", "8"])
     program.main()
-    assert "8 x 1,000,000 full: 1532.1 ms a token" in capsys.readouterr().out, "as docs/scaling.md says"
+    assert "8 x 1,000,000 full: 1532.1 ms a token" in capsys.readouterr().out, "1,532 in forecast_machines.json"
     for wrong, says in (("10", "the KV takes 1,679 GiB"), ("0", "--ranks, --batch and --context are 1 or more")):
         monkeypatch.setattr(sys, "argv", ["forecast", *options, "--batch", wrong])
         with pytest.raises(SystemExit, match=says):

@@ -18,30 +18,9 @@ import race
 import speed_tables
 import step_graphs
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from places import ROOT
 from racers.driver import Plan, timed_steps
 from racers.entries import ENTRIES, PEERS, Entry
-
-RACE_TABLES = [speed_tables.SPEED_TABLES[f"race_{name}"] for name in ("decode", "prefill", "systems")]
-
-
-@given(st.floats(0, 100), st.floats(0.001, 10), st.sets(st.integers(1, 128), min_size=2))
-def test_a_slope_is_the_cost_of_1024_tokens(base: float, each: float, depths: set[int]) -> None:
-    points = {1024 * depth: base + each * depth for depth in depths}
-    assert speed_tables.slope(points) == pytest.approx(each)
-
-
-def test_one_depth_has_no_slope_and_no_bytes_a_second() -> None:
-    assert speed_tables.slope({4096: 1.0}) is None
-    assert speed_tables.gb_per_s(None, 1, 4096) is None
-    assert speed_tables.gb_per_s(-1.0, 1, 4096) is None
-
-
-def test_bytes_a_second_are_those_of_the_whole_batch() -> None:
-    # 4 requests x 1,024 tokens x 4,096 bytes in 1 ms
-    assert speed_tables.gb_per_s(1.0, 4, 4096) == pytest.approx(16.777216)
 
 
 def test_ratios_are_taken_within_rounds() -> None:
@@ -50,50 +29,30 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert speed_tables.ratio(theirs, ours, "decode_ms") == "2.00x"
 
 
-def test_slopes_are_taken_within_rounds() -> None:
-    def rows(*rounds: dict[int, float]) -> list[dict[str, Any]]:
-        return [
-            {"round": turn, "depth": 1024 * depth, "decode_ms": ms}
-            for turn, points in enumerate(rounds)
-            for depth, ms in points.items()
-        ]
-
-    assert speed_tables.growth(rows({4: 1.0, 8: 5.0}, {4: 10.0, 8: 18.0}, {4: 90.0})) == pytest.approx(1.5)
-    assert speed_tables.growth(rows({4: 1.0, 8: 5.0}, {4: 10.0, 8: 9.0})) is None, "up or down?"
-    assert speed_tables.growth(rows({4: 1.0}, {8: 5.0})) is None, "no round has two"
-
-
-def test_tables_show_who_failed_and_why(tmp_path: Path) -> None:
+def test_a_table_shows_who_failed_and_why_and_the_fastest_llama_cpp(tmp_path: Path) -> None:
     said = {"model": "llama-111m", "round": 0}
-    entry = Entry("other", "x")
-    rows = race.cell_rows(Entry("Fluxion", "sglang", policies=("full",)), _cell(4096, "full"), said)
-    rows += race.cell_rows(Entry("Fluxion", "sglang", policies=("full",)), _cell(8192, "full"), said)
+    entry, ours = Entry("other", "x"), Entry("Fluxion", "sglang", policies=("full",))
+    rows = [row for depth in (4096, 6144, 8192) for row in race.cell_rows(ours, _cell(depth, "full"), said)]
     rows += race.cell_rows(entry, _cell(4096, ""), said) + race.failed_rows(entry, [8192], "over the limit", said)
-    machine = {"cpu": "X", "cores": 2, "flags": ["avx2"], "gpu": None}
+    fast = race.cell_rows(Entry("llama.cpp", "x"), _cell(8192, ""), said)
+    rows += fast + [{**row, "system": "llama.cpp, flash attention", "decode_ms": 2.0} for row in fast]
     data = {
         "commit": "abc",
         "date": "2026-01-01",
-        "machine": machine,
+        "machine": {"cpu": "X", "cores": 2, "flags": ["avx2"], "gpu": None},
         "versions": {"sglang": "1", "torch": "2"},
         "batches": [4, 1],
         "steps": 3,
         "rows": rows,
-        "systems": {"other": {"reason": "not installed: no wheel"}},
         "models": {"llama-111m": {"cut": {}, "parameters": 10**8, "layers": 4, "kv_bytes": 4096}},
     }
     common.save(tmp_path / "box" / "race.json", data)
-    decode, prefill, systems = (table(tmp_path) for table in RACE_TABLES)
-    assert "| Fluxion `full` | 4.0 | 8.0 | 1.00x | 10.0 | 1.000 | 4.2 |" in decode
-    assert "| other | 4.0 | over the limit |  |  |  |  |" in decode
-    assert "| Fluxion | 2,048 | 2,048 | 4.0 | 1.00x | 1.5 |" in prefill
-    assert "not installed: no wheel" in systems
-    # Rows of another meaning have other names, and are not shown.
-    for row in rows:
-        row["rss_gb"], row["step_cpu_ms"] = row.pop("peak_gb", 0), row.pop("cpu_median_ms", 0)
-    common.save(tmp_path / "box" / "race.json", data)
-    decode, prefill, _ = (table(tmp_path) for table in RACE_TABLES)
-    assert "| Fluxion `full` | 4.0 | 8.0 | 1.00x | 1.000 | 4.2 |" in decode
-    assert "| Fluxion | 2,048 | 2,048 | 4.0 | 1.00x |\n" in prefill
+    text = speed_tables.SPEED_TABLES["race"](tmp_path)
+    assert "| model | what | context | Fluxion `full` | other | fastest llama.cpp |" in text
+    assert "| llama-111m | step, batch 1 (ms) | 4,096 | 4.0 | 4.0 (1.00x) |  |" in text
+    assert "| llama-111m | step, batch 4 (ms) | 8,192 | 8.0 | over the limit | 2.0 (0.25x) |" in text
+    assert "| llama-111m | prompt (s) | 8,192 | 4.0 | over the limit | 4.0 (1.00x) |" in text
+    assert "6,144" not in text, "the shortest and the longest context are shown"
 
 
 def test_no_entry_answers_for_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import pytest
 import roofline
 import torch
 from cells import Cell, default_cells, quick_cells
-from decode_tables import DECODE_TABLES, WORDS
+from decode_tables import DECODE_TABLES
 
 HEADER = {
     "commit": "abc",
@@ -55,7 +55,6 @@ def test_every_kind_of_row_of_the_roofline(cell: Cell) -> None:
 def test_the_rows_of_the_roofline_have_names_of_their_own_and_every_bar() -> None:
     cells = default_cells()
     assert len({cell.key for cell in cells}) == len(cells)
-    assert {name for cell in cells for name, _, _ in cell.bars} == set(WORDS)
     assert {cell.kernel for cell in cells} == set(judged.MEASURES)
 
 
@@ -143,11 +142,6 @@ def test_roofline_tables(tmp_path: Path) -> None:
     rows.append(kernel_row("c", 0.5, kernel="layer", what="over_ceiling", value=1.3, bars=["over_ceiling <= 1.2"]))
     common.save(tmp_path / "box" / "kernels.json", {**HEADER, "rounds": 3, "rows": rows})
     common.save(tmp_path / "chest" / "kernels.json", {**HEADER, "rounds": 3, "rows": rows[:1]})
-    bars = DECODE_TABLES["bars"](tmp_path)
-    assert "| what | of | variant | bar | box | chest |" in bars, "a column a machine"
-    assert "| attend | blk 16, 5% of 32K | G=4 | at least 90% of scatter | 95.1% | 95.1% |" in bars
-    assert "| at least 90% of scatter | **89.9%** |  |" in bars, "the digit that decides is shown"
-    assert "| at most 1.2 x the time of its bytes | **1.3 x** |  |" in bars
     machines = DECODE_TABLES["machines"](tmp_path)
     assert "| box |  | 40 | 95% | 45% |  | 1.30 | 1 of 3 |" in machines
     assert "| chest |  | 40 | 95% |  |  |  | 1 of 1 |" in machines
@@ -163,13 +157,12 @@ def test_peers_agree_and_are_compared(tmp_path: Path) -> None:
     assert ("sdpa bf16, with gather", 1) not in names, "nobody gathers a whole context"
     assert all(row["error"] < 5e-3 and row["error_ours"] < 5e-3 and row["over_ours"] > 0 for row in rows)
     common.save(tmp_path / "box" / "peers.json", {**HEADER, "rounds": 1, "rows": rows})
-    assert "| SGLang torch_native |" in DECODE_TABLES["peers"](tmp_path)
+    table = DECODE_TABLES["peers"](tmp_path)
+    assert "| 2K | SGLang torch_native |" in table and "with gather" not in table
 
 
-def test_forks_read_one_document(tmp_path: Path) -> None:
+def test_forks_read_one_document() -> None:
     rows = forks.measure(1024, ["fixed:16:0.25", "full"], 1, judged.arena_of(32 << 20, 8 << 20), branches=3)
     assert {row["queries"] for row in rows} == {"alike", "independent"} and {row["branches"] for row in rows} == {3}
     assert {row["sharing"] for row in rows} == {"on", "off"}
     assert all(row["error"] < 5e-3 and row["over_one"] > 0 for row in rows)
-    common.save(tmp_path / "box" / "forks.json", {**HEADER, "rounds": 1, "rows": rows})
-    assert "| full | 1K | 3 | alike |" in DECODE_TABLES["forks"](tmp_path)

@@ -32,7 +32,7 @@ SAID = ["lse_sink", "lse_local", "o_sink_norm", "o_local_norm", "o_resident_max"
 """The features that a device has a part in."""
 
 BOUND = 1e-5
-"""How far they may be from the CPU's, relative to the larger of 1 and the number (docs/gpu.md)."""
+"""How far they may be from the CPU's, relative to the larger of 1 and the number."""
 
 
 class Twins:

@@ -186,7 +186,7 @@ def test_native_functions_are_short() -> None:
 
 def test_the_tour_walks_a_decode_layer() -> None:
     """In at most eight hops from `forward_decode` to the queue and back, each by names that are where it says."""
-    tour = (ROOT / "docs" / "tour.md").read_text()
+    tour = (ROOT / "docs" / "dev" / "tour.md").read_text()
     walk = tour[tour.index("## One decode layer") :].split("\n## ")[0]
     hops = re.findall(r"^(\d)\. (.*?)(?=^\d\. |^\*\*|^$)", walk, re.M | re.S)
     assert [int(number) for number, _ in hops] == list(range(1, len(hops) + 1)) and 4 <= len(hops) <= 8

@@ -1,4 +1,4 @@
-"""What docs/policy.md shows works as it stands there: the example, its tests, and its name in another process."""
+"""What docs/extend.md shows works as it stands there: the example, its tests, and its name in another process."""
 
 from __future__ import annotations
 

@@ -32,12 +32,13 @@ def test_other_versions_are_refused(version: str) -> None:
 
 def test_every_page_names_the_versions_that_are_checked() -> None:
     root = Path(NEEDLE).parents[1]
-    text = {page: page.read_text() for page in (root / "pyproject.toml", *root.glob("*.md"), *root.glob("docs/*.md"))}
+    pages = (root / "pyproject.toml", *root.glob("*.md"), *root.glob("docs/**/*.md"))
+    text = {page: page.read_text() for page in pages}
     required = [found for page in text.values() for found in re.findall(r"sglang>=[0-9.,<]+", page)]
     assert set(required) == {compat.REQUIREMENT} and compat.REQUIREMENT in text[root / "pyproject.toml"]
     for name in ("README.md", "docs/serving.md"):
         assert f"SGLang {compat.SUPPORTED}" in text[root / name].replace("*", "").replace("SGLang:", "SGLang")
-    assert compat.SUPPORTED in text[root / "docs" / "commands.md"]
+    assert compat.SUPPORTED in text[root / "docs" / "reference.md"]
 
 
 def test_the_installed_sglang_has_every_name() -> None:

@@ -1,7 +1,8 @@
 """Containment: no request ends the server, and none waits for ever.
 
 A request that SGLang cannot serve ends alone, with one sentence. Requests beside it go on, and their tokens are the
-same as without it. Each ring catches what the ring before it lets through. docs/faults.md has what they do not cover.
+same as without it. Each ring catches what the ring before it lets through. docs/dev/faults.md has what they do not
+cover.
 
 door (`door.py`, `bounds.py`): the tokenizer process refuses wrong types and values with status 400.
 arrivals (`arrivals.py`): the scheduler takes in one message at a time, and answers one that it cannot take in.

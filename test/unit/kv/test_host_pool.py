@@ -98,6 +98,7 @@ def test_states_beside_a_pool_of_so_many_tokens() -> None:
     states = plan_states(FluxionConfig(host_tokens=100_000), SHAPE, 40 * GIB, 1 << 20, 5)
     half = SHAPE.pool_bytes(100_000) / 2
     assert half - (2 << 20) <= (states + 1) << 20 <= half
+    assert plan_states(FluxionConfig(host_tokens=4096), SHAPE, 40 * GIB, 48 << 20, 5) == 40, "of eight requests"
     default = plan_states(FluxionConfig(), SHAPE, 40 * GIB, 1 << 20, 5)
     assert abs(((default + 1) << 20) - 40 * GIB * AUTO_FRACTION * STATES_FRACTION) <= 1 << 20
     with pytest.raises(ConfigError, match="pass host_tokens="):

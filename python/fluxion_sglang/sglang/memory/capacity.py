@@ -65,6 +65,8 @@ def set_lengths(scheduler: Any) -> None:
 def plan_states(config: FluxionConfig, shape: KVShape, available: int, each: int, least: int) -> int:
     """How many states there is room for beside the host pool, of running requests and of prefixes.
 
+    Beside a pool of `host_tokens` they are as many as eight requests need, at least.
+
     Args:
         available: as of `plan_tokens`. each: bytes of a state. least: states that one request needs.
 
@@ -72,7 +74,8 @@ def plan_states(config: FluxionConfig, shape: KVShape, available: int, each: int
         ConfigError: there is no room for one request.
     """
     if config.host_tokens is not None:
-        whole = shape.pool_bytes(config.host_tokens // PAGE * PAGE) / (1 - STATES_FRACTION)
+        pool = shape.pool_bytes(config.host_tokens // PAGE * PAGE)
+        whole = max(pool / (1 - STATES_FRACTION), (8 * least + 1) * each / STATES_FRACTION)
         asked = f"host_tokens={config.host_tokens}"
     elif config.host_memory_gb is not None:
         whole, asked = config.host_memory_gb * GIB, f"host_memory_gb={config.host_memory_gb:g}"

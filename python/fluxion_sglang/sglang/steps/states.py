@@ -68,24 +68,22 @@ class DecodeStates:
         self._runner = runner
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        return (self._runner.attn_backend.linear_attn_backend.forward_metadata.mamba_cache_indices,)
+        return (self._step().mamba_cache_indices,)
 
     def memory(self) -> list[torch.Tensor]:
         cache = self._runner.req_to_token_pool.mamba_pool.mamba_cache
         return [*cache.conv, cache.temporal]
 
     def finish(self, forward_batch: ForwardBatch) -> None:
-        if forward_batch.mamba_track_mask is None:
-            return
-        cache, at = (
-            self._runner.req_to_token_pool.mamba_pool.mamba_cache,
-            self._runner.attn_backend.linear_attn_backend.forward_metadata,
-        )
-        (conv,) = cache.conv
-        remember(
-            conv, cache.temporal, at.mamba_cache_indices, forward_batch.mamba_track_mask, at.mamba_track_indices,
-            forward_batch.batch_size,
-        )  # fmt: skip
+        """Copy states that the radix tree is to remember; the model's Python, which does it otherwise, has not run."""
+        if (mask := forward_batch.mamba_track_mask) is not None:
+            step = self._step()
+            remember(
+                *self.memory(), step.mamba_cache_indices, mask, step.mamba_track_indices, forward_batch.batch_size
+            )
+
+    def _step(self) -> Any:
+        return self._runner.attn_backend.linear_attn_backend.forward_metadata
 
 
 class DeltaRuleKernel(LinearAttnKernelBase):

@@ -77,10 +77,8 @@ class DecodeStates:
     def finish(self, forward_batch: ForwardBatch) -> None:
         """Copy states that the radix tree is to remember; the model's Python, which does it otherwise, has not run."""
         if (mask := forward_batch.mamba_track_mask) is not None:
-            step = self._step()
-            remember(
-                *self.memory(), step.mamba_cache_indices, mask, step.mamba_track_indices, forward_batch.batch_size
-            )
+            step, (conv, states) = self._step(), self.memory()
+            remember(conv, states, step.mamba_cache_indices, mask, step.mamba_track_indices, forward_batch.batch_size)
 
     def _step(self) -> Any:
         return self._runner.attn_backend.linear_attn_backend.forward_metadata

@@ -13,7 +13,7 @@ TESTS := test/engine test/soak test/faults test/models test/unit test/gpu test/d
 # the run: with another in its place pytest would wait for tests that nobody has.
 PYTEST := $(BIN)/python -m pytest -n $(shell nproc) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # What sanitizers watch: the unit tests of the native library. They reserve terabytes of addresses, which one test forbids.
-SANITIZED := arguments operations canary prefill linear linear_quantised experts mailbox layer_server helping listed sketch hgca lfps lfps_tables sharing families queue engine engine_failures resident native attend kernels int8 host_pool_native progressive executors measure features predictor_network probe device_kernels device_mailbox stream_device near offload
+SANITIZED := arguments operations canary prefill linear linear_quantised experts delta_rule mailbox layer_server helping listed sketch hgca lfps lfps_tables sharing families queue engine engine_failures resident native attend kernels int8 host_pool_native progressive executors measure features predictor_network probe device_kernels device_mailbox stream_device near offload
 SANITIZED_TESTS := $(foreach name,$(SANITIZED),$(wildcard test/unit/*/test_$(name).py)) --deselect \
   test/unit/executor/test_engine_failures.py::test_memory_that_runs_out_fails_a_layer_and_leaves_the_engine_whole
 # Where the run of a sanitizer is recorded: the results of this machine, if all of those files ran and nothing is said here.

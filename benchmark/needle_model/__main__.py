@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-# Freed memory is kept, and waiting threads sleep: together four times as fast on a CPU that others use too.
+# Keep freed memory, and let waiting threads sleep: together four times as fast on a shared CPU.
 ENVIRONMENT = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",

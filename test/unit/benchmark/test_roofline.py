@@ -1,4 +1,4 @@
-"""The roofline's rows are what they say: lists, ratios, bars, bands and tables; and every benchmark of it runs."""
+"""The roofline's rows: lists, ratios, bars, bands and tables; and every benchmark that uses it runs."""
 
 from __future__ import annotations
 

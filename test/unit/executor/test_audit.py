@@ -1,4 +1,4 @@
-"""What an audited engine writes, against what was read and what exact attention is; and the file itself."""
+"""Audit files of an engine, against actual reads and exact attention; and the file format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results in words and tables: one description, which a terminal and a page show."""
+"""Texts and tables of the results, for both the terminal and the page."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Section:
     """A part of the report.
 
     Attributes:
-        lead: what came out, in sentences.
+        lead: the results in sentences.
         how: how it was measured.
         command: a line to paste.
-        plot: name of the picture that belongs to it.
+        plot: name of its picture.
     """
 
     title: str
@@ -42,7 +42,7 @@ class Section:
 
 
 def sections(results: Results) -> list[Section]:
-    """Those parts of the report that there is something to say of, the recommendation first."""
+    """The non-empty parts of the report, the recommendation first."""
     parts = (_refusal, _stopped, _recommendation, _model, _same, _speed, _prefill, _agreement, _reads, _notes)
     return [section for part in parts if (section := part(results)) is not None]
 
@@ -226,7 +226,7 @@ def _notes(results: Results) -> Section | None:
 
 
 def made(results: Results) -> list[tuple[str, str]]:
-    """How the report came to be: names and texts."""
+    """Provenance of the report: names and texts."""
     machine, versions = results.header.get("machine", {}), results.header.get("versions", {})
     flags = ", ".join(machine.get("flags", []))
     return [

@@ -179,7 +179,7 @@ def test_what_is_aborted_in_line_holds_nobody_up(pair: Pair, reference: dict[str
             requests.post(server.url + "/abort_request", json={"rid": "in line"}, timeout=PATIENCE_S).raise_for_status()
         start = time.monotonic()
         assert_same(pair.generate(*ALL["length-300"]), reference["length-300"])
-        assert time.monotonic() - start < 25, "it waited for an acknowledgement that nobody sends"
+        assert time.monotonic() - start < 25, "it waited for an acknowledgement that does not come"
         assert sent["in line"].result().json().get("object") == "error" or (
             sent["in line"].result().json()["meta_info"]["finish_reason"]["type"] == "abort"
         )

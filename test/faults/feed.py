@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument("--only", type=int, nargs="+", metavar="INDEX", help="these bodies, in one round")
     words.add_argument("--server", choices=SERVERS, help="options of the server; without it the seed chooses")
     words.add_argument("--together", type=int, default=3, help="bodies of a round")
-    words.add_argument("--failures", type=int, default=5, help="stop after so many")
+    words.add_argument("--failures", type=int, default=5, help="stop after this number of failures")
     words.add_argument("--json", type=Path, help="a file for the summary")
     words.add_argument("--url", help="a running server; the bodies go there")
     return words

@@ -227,8 +227,8 @@ class StreamDevice(Device):
         if not self._muted:
             self._mailbox.cancel()
             self._muted = True
-        nobody = torch.empty(0, dtype=torch.int32)
-        self._library.port_step(self._port, self._streams.main, nobody, nobody)
+        none = torch.empty(0, dtype=torch.int32)
+        self._library.port_step(self._port, self._streams.main, none, none)
 
     def _unmute(self) -> None:
         if self._muted:

@@ -52,7 +52,7 @@ _COUNTERS = {
     "disk_refused_pages": "Files that were not what had been written; they were removed, and computed again.",
     "arrived_tokens": "Tokens of prompts that came from a prefill server into the host pool; each rank counts its own.",
     "arrival_line_ns": "Time that these prompts waited for room in which to arrive.",
-    "arrival_copy_ns": "Time of copying them into the host pool, during which nobody decodes.",
+    "arrival_copy_ns": "Time of copying them into the host pool, during which no request decodes.",
     "device_wait_ns": "Time that the device waited for the CPU's part of layers: it stood idle.",
     "device_step_ns": "Time of decode steps on the device, from the first layer's queries to the last layer's "
     "attention.",

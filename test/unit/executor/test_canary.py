@@ -280,7 +280,7 @@ def test_what_a_block_is_made_of_is_read(name: str) -> None:
         corrupt = decode(world, requests)
         assert corrupt.keys() == {b} and f"KV head 1, page {page}" in corrupt[b]
         flip(place, 77, 1)
-        assert world.pool.sweep()[1] == [], "what nobody has changed is not called corrupt"
+        assert world.pool.sweep()[1] == [], "unchanged memory is not reported as corrupt"
         for request in requests:  # the token is written again
             request.keys[0], request.values[0] = request.keys[0][:-1], request.values[0][:-1]
         assert int(world.pool.tensor("tag1", 0)[requests[other].pages[17] >> 1]) >= 0

@@ -89,7 +89,7 @@ def test_an_idle_worker_helps_with_the_only_task() -> None:
             break
     stats = world.engine.stats()
     assert sum(world.engine.helped_chunks()) > 20
-    assert stats["tasks_cpu"] == stats["tasks"] == stats["layers"], "a task is done once, whoever helps"
+    assert stats["tasks_cpu"] == stats["tasks"] == stats["layers"], "each task is done once, with helpers or without"
     assert all(ns > 0 for ns in world.engine.worker_ns())
 
 

@@ -112,7 +112,7 @@ def test_runs_lie_apart_and_everybody_has_a_turn(size: int, moves: list[tuple[bo
         assert len(taken) == len(set(taken)) and all(0 <= page < size for page in taken)
         assert all(have[one].pages == wants[one] for one in have)
         waiting = [one for one in arrived if one not in have]
-        assert not waiting or taken, "an empty zone has room for whoever is first"
+        assert not waiting or taken, "an empty zone has room for the first request"
     for one in arrived:  # all earlier ones leave, so its turn comes
         run = zone.ask(one, wants[one])
         assert run is not None
@@ -234,7 +234,7 @@ def test_who_waits_and_fails_holds_nobody_up(zone: LandingZone, how: str) -> Non
         getattr(second, how)()
     third.poll()
     assert third.run == Run(6, 2) and not second.sent
-    assert second.told == (how == "abort"), "so that SGLang does not wait for an acknowledgement that nobody sends"
+    assert second.told == (how == "abort"), "so that SGLang does not wait for an acknowledgement that does not come"
 
 
 def test_who_has_a_run_keeps_it_through_an_abort(zone: LandingZone) -> None:
@@ -375,7 +375,7 @@ def test_what_was_retracted_comes_back_in_other_pages(dtype: torch.dtype, int8: 
     got = World(dtype, int8, after, stop)
     got.append(0, len(after) * PAGE)  # another request, with tokens past the end of this one
     got.pool.load_cpu_copy(kept, of[1])
-    assert got.host.sweep()[1] == [], "of nobody's tokens nothing is asked"
+    assert got.host.sweep()[1] == [], "tokens without an owner are not checked"
     last = slice(0, stop % PAGE)
     for layer in range(LAYERS):
         if not int8:

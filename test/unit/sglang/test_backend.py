@@ -216,7 +216,7 @@ def test_a_policy_hears_of_prefills_of_its_own_requests_and_of_rows_that_change_
     backend.engine.policy = diary
     backend.forward({RUNNING: 700}, [])
     told = [("prefilled", layer, RUNNING, 700, TOLD) for layer in range(world.layers)]
-    assert diary.read() == [("bound",), *told], "nobody knew the row before"
+    assert diary.read() == [("bound",), *told], "the row is new"
     backend.forward({RUNNING: 2}, [])
     assert diary.read() == [("prefilled", layer, RUNNING, 702, 2) for layer in range(world.layers)]
     backend.forward({NEW: 400, RUNNING: 1}, [RUNNING])
@@ -237,7 +237,7 @@ def test_a_policy_hears_of_prefills_of_its_own_requests_and_of_rows_that_change_
     del diary, backend.requests
     backend.engine.policy = parse_spec("full")
     backend.engine._policy, backend.engine._policies = backend.engine.policy, ()
-    assert kept() is None, "a policy that nobody has any more is not kept"
+    assert kept() is None, "a policy without requests is not kept"
 
 
 def test_a_policy_in_a_mixture_hears_of_its_own_requests() -> None:

@@ -153,7 +153,7 @@ def _speed(results: Results) -> Section | None:
         "Time per output token (ms)",
         table=Table(("length", "batch", *policies, *(f"{a} / {b}" for a, b in pairs)), rows, left=0),
         how=f"{_count(runs, 'run')} of {steps} or more streamed tokens a policy and batch, as a client on this machine "
-        "sees them: the median over all spans of half a run. A batch is so many prompts that decode together. Policies "
+        "sees them: the median over all spans of half a run. A batch of N is N prompts that decode together. Policies "
         "take turns on one server; off is a second one.",
         plot="speed",
     )

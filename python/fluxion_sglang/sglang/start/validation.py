@@ -108,7 +108,7 @@ OPTIONS = {
     "dcp_size": Refusal(_other_than(1), _WHOLE_REQUESTS, "use --dcp-size 1"),
     "attn_cp_size": Refusal(_other_than(1), _WHOLE_REQUESTS, "use --attn-cp-size 1"),
     "attn_dp_size": Refusal(
-        _other_than(1), "its padded batches name rows and pages that nobody owns", "use --dp-size for replicas"
+        _other_than(1), "its padded batches name rows and pages without an owner", "use --dp-size for replicas"
     ),
     "kv_canary": Refusal(_other_than("none"), "it reads KV from device buffers by slot", "use --kv-canary none"),
     **{field: Refusal(bool, why) for why, fields in _GIVEN.items() for field in fields},

@@ -107,7 +107,9 @@ class Device(ABC):
 
     def begin_dummy(self) -> None:
         """Decode layers until the next pass serve no request: a warm-up, or the recording of a graph."""
-        raise RuntimeError("SGLang asked for a decode step without requests, which the CPU does not run; leave cuda_graphs out.")
+        raise RuntimeError(
+            "SGLang asked for a decode step without requests, which the CPU does not run; leave cuda_graphs out."
+        )
 
     def finish(self) -> None:  # noqa: B027
         """Wait until the host has received everything from the pass, and raise its first failure."""

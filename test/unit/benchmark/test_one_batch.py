@@ -239,7 +239,7 @@ def test_policies_that_remember_hear_of_the_prefill_whosever_it_is(monkeypatch: 
     prefilled = runner.torch_runner.attn_backend.engine.prefilled
     run_turns(decode_turns.Turns(list(policies), 1, 2, []), runner, [2, 1])
     assert runner.heard == [(row, policies[spec]) for row in (1, 2) for spec in ("a", "b")]
-    assert runner.torch_runner.attn_backend.engine.prefilled is prefilled, "prefill alone is wrapped"
+    assert runner.torch_runner.attn_backend.engine.prefilled is prefilled, "the original hook is back"
 
 
 class Options(SimpleNamespace):

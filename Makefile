@@ -1,5 +1,5 @@
-# `make demo` and `make test` work as the first command on a fresh machine that has Python 3.11 to 3.13, a C++20 compiler
-# and make: they install everything else into .venv. With .venv in place they start at once, and rebuild only what changed.
+# `make demo` and `make test` work as the first command on a fresh machine with Python 3.11 to 3.13, a C++20 compiler and
+# make: they install everything else into .venv. Later they start at once, and rebuild only what changed.
 
 SHELL := /bin/bash
 VENV := .venv
@@ -9,28 +9,28 @@ LAB := python/fluxion_lab/_native/libfluxion_lab.so
 SOURCES := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 CXX_FILES := $(filter %.h %.cc %.cuh %.cu,$(SOURCES) $(shell find test/fuzz test/native -type f 2>/dev/null))
 TESTS := test/engine test/soak test/faults test/models test/unit test/gpu test/docs test/wheel
-# A file is one process's, because its tests share a server; the files with servers come first. A process that dies ends
-# the run: with another in its place pytest would wait for tests that nobody has.
+# One process runs all tests of a file, because they share a server; files with servers come first. A process that dies
+# ends the run: with a replacement pytest would wait for the lost tests forever.
 PYTEST := $(BIN)/python -m pytest -n $(shell nproc) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-# What sanitizers watch: the unit tests of the native library. They reserve terabytes of addresses, which one test forbids.
+# Tests under sanitizers: unit tests of the native library. They reserve terabytes of addresses, which one test forbids.
 SANITIZED := arguments operations canary prefill linear linear_quantised experts delta_rule mailbox layer_server helping listed sketch hgca lfps lfps_tables sharing families queue engine engine_failures resident native attend kernels int8 host_pool_native progressive executors measure features predictor_network probe device_kernels device_mailbox stream_device near offload
 SANITIZED_TESTS := $(foreach name,$(SANITIZED),$(wildcard test/unit/*/test_$(name).py)) --deselect \
   test/unit/executor/test_engine_failures.py::test_memory_that_runs_out_fails_a_layer_and_leaves_the_engine_whole
-# Where the run of a sanitizer is recorded: the results of this machine, if all of those files ran and nothing is said here.
+# The file for a sanitizer's result. Default: the results of this machine, if all of those tests ran.
 RECORD ?=
 # Arguments for the program behind a target: make demo ARGS="--help", make test ARGS="-k config".
 ARGS ?=
 
-# An empty environment must do: some libraries read these two without asking whether they are there.
+# Work in an empty environment: some libraries read these two variables without a check.
 ifeq ($(origin PATH),undefined)
   export PATH := /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 endif
-# Nor one that is not there (users of services have none).
+# HOME must also exist (users of services have none).
 ifeq ($(if $(HOME),$(wildcard $(HOME)/.)),)
   export HOME := $(CURDIR)/$(VENV)/home
 endif
 
-# Python keeps what it compiles: without that, every process of a server compiles all of SGLang and PyTorch once more.
+# Enable Python's cache of compiled files: otherwise every process of a server compiles all of SGLang and PyTorch again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: every-isa help demo lab test test-all test-sglang lint sanitize soak fuzz fuzz-requests sbom audit checkpoints quality bench gpu docs wheel clean install native-tests
@@ -90,9 +90,9 @@ sanitize: sanitize-thread sanitize-address
 sanitize-thread: RUNTIME := libtsan.so
 sanitize-address: RUNTIME := libasan.so
 
-# FLUXION_LIBRARY names the library, which is not the package's. Python knows nothing of sanitizers, so their runtime has
-# to be there first; libstdc++ comes with it, for its exceptions to be seen. Leaks are not looked for: Python keeps what
-# it keeps. Reports go to a file, because pytest drops what a test that passes has said.
+# FLUXION_LIBRARY names the sanitized library. Python is not sanitized, so the sanitizer's runtime must be preloaded, with
+# libstdc++ so that it can intercept its exceptions. Leaks are not checked, because Python keeps memory. Reports go to a
+# file, because pytest drops the output of passing tests.
 sanitize-%: $(VENV)/.dev
 	@echo "Building the native library in build/$*"
 	@mkdir -p build/$*; rm -f build/$*/report.* build/$*/tests.xml
@@ -111,7 +111,7 @@ sanitize-%: $(VENV)/.dev
 soak: $(VENV)/.dev $(LAB)
 	PYTHONPATH=test:. $(BIN)/python -m soak $(ARGS)
 
-# The library under the sanitizer is built by `make sanitize-address` as well.
+# `make sanitize-address` builds this library, too.
 fuzz: RUNTIME := libasan.so
 fuzz: $(VENV)/.dev
 	@mkdir -p build/address
@@ -126,7 +126,7 @@ fuzz: $(VENV)/.dev
 fuzz-requests: $(VENV)/.dev
 	PYTHONPATH=test:. $(BIN)/python -m faults $(ARGS)
 
-# The tool runs in an environment of its own: what it needs is no part of what it looks at.
+# The tool runs in an environment of its own, so that its dependencies are not listed.
 sbom: $(VENV)/.installed
 	@mkdir -p dist
 	$(BIN)/uv tool run --from cyclonedx-bom cyclonedx-py environment --output-reproducible -o dist/sbom.json $(BIN)/python
@@ -169,7 +169,7 @@ $(VENV)/.installed: pyproject.toml setup.py tools/install.py
 	mkdir -p "$$HOME"; $$found tools/install.py
 	@touch $@
 
-# What an extra of pyproject.toml adds: .venv/.dev for the tests, .venv/.docs for the site; .venv/.lab is fluxion-lab.
+# Extras of pyproject.toml: .venv/.dev for the tests, .venv/.docs for the site. .venv/.lab is fluxion-lab.
 $(VENV)/.dev $(VENV)/.bench: $(VENV)/.lab
 $(VENV)/.lab: python/fluxion_lab/pyproject.toml
 $(VENV)/.%: $(VENV)/.installed | $(NATIVE)
@@ -185,7 +185,7 @@ $(LAB): $(SOURCES) $(NATIVE)
 	@grep ': warning: ' build/native/lab.log || true
 	@mkdir -p $(@D); cp build/native/$(@F) $@
 
-# Libraries that only tests need: the simulated device, and one that misbehaves. Built beside the native library.
+# Libraries for tests only: the simulated device, and a faulty one. Built beside the native library.
 native-tests: install $(LAB)
 	@[ -f build/native/build.ninja ] || $(BIN)/python tools/install.py --native
 	@$(BIN)/cmake --build build/native --target fluxion_tests > build/native/tests.log 2>&1 || { tail -n 60 build/native/tests.log >&2; exit 1; }

@@ -1,4 +1,4 @@
-"""Builds the native library with CMake and Ninja, and says where the packages are; the rest is in pyproject.toml."""
+"""Builds the native library with CMake and Ninja, and locates the packages; the rest is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 NATIVE = "fluxion_sglang._native"
-# The host's, and CUDA's: FLUXION_CUDA says "on", "off" or "auto" (where nvcc and a GPU's driver are).
+# The host's and CUDA's library. FLUXION_CUDA is "on", "off" or "auto" (if there are nvcc and a GPU's driver).
 LIBRARIES = ("libfluxion", "libfluxion_cuda")
 
 try:
@@ -23,7 +23,7 @@ except ImportError:  # setuptools < 70.1
 
 
 class BuildNative(build_ext):
-    """Runs CMake and Ninja for the libraries; they have a C ABI and no Python.h in them."""
+    """Runs CMake and Ninja for the libraries, which have a C ABI and do not include Python.h."""
 
     def get_ext_filename(self, fullname: str) -> str:
         # No cpython-311 in the name: a library is the same for every Python.
@@ -31,16 +31,15 @@ class BuildNative(build_ext):
 
     def build_extensions(self) -> None:
         if _skipped():
-            # For work on the Python side alone: the package installs, `fluxion doctor` says that the library
-            # is missing.
+            # For work on Python code only: the package installs, and `fluxion doctor` reports the missing library.
             print("FLUXION_SKIP_NATIVE=1: the native library is not built", file=sys.stderr)
             return
         build = Path(os.environ.get("FLUXION_BUILD_DIR", ROOT / "build" / "native"))
         build.mkdir(parents=True, exist_ok=True)
-        # The cache remembers absolute paths, and pip's build environments live for one build only.
+        # The cache contains absolute paths, but pip's build environments exist for one build only.
         (build / "CMakeCache.txt").unlink(missing_ok=True)
         for library in LIBRARIES[1:]:
-            # An earlier build may have made one that this one will not.
+            # Remove a library of an earlier build that this one may not make.
             (build / f"{library}.so").unlink(missing_ok=True)
         configure = [_tool("cmake"), "-S", str(ROOT), "-B", str(build), "-GNinja"]
         configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}"]
@@ -55,14 +54,13 @@ class BuildNative(build_ext):
             if not built.exists():
                 self.extensions.remove(ext)
                 continue
-            # Not copy2: the file must be younger than the sources for `make`, also when nothing had to be
-            # compiled.
+            # Not copy2: for `make` the file must be newer than the sources, even if nothing was compiled.
             shutil.copyfile(built, target)
             target.chmod(0o755)
 
     def copy_extensions_to_source(self) -> None:
         if not _skipped():
-            # A fresh clone has no such folder, and setuptools copies without making one.
+            # A fresh clone lacks this folder, and setuptools does not create it.
             folder = ROOT / "python" / Path(*NATIVE.split("."))
             folder.mkdir(parents=True, exist_ok=True)
             for stale in folder.glob("*.so"):
@@ -74,7 +72,7 @@ class BuildNative(build_ext):
 
 
 class PlatformWheel(bdist_wheel):
-    """One wheel a platform, for every Python 3."""
+    """One wheel per platform, for every Python 3."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
@@ -85,7 +83,7 @@ def _skipped() -> bool:
 
 
 def _tool(name: str) -> str:
-    """The tool on PATH, where a build environment puts its own, else the one beside this Python."""
+    """The tool on PATH, which includes a build environment's tools; else the one beside this Python."""
     beside = Path(sys.executable).with_name(name)
     found = shutil.which(name) or (str(beside) if beside.exists() else None)
     if found is None:
@@ -101,8 +99,7 @@ def _run(command: list[str]) -> None:
 
 
 setup(
-    # The quality harness stands beside the other benchmarks, and `fluxion bench quality` needs it where there is no
-    # checkout.
+    # The quality harness is in benchmark/, but `fluxion bench quality` needs it without a checkout.
     packages=[*find_packages("python", include=["fluxion_sglang*"]), "fluxion_quality"],
     package_dir={"": "python", "fluxion_quality": "benchmark/quality"},
     ext_modules=[Extension(f"{NATIVE}.{library}", sources=[]) for library in LIBRARIES],

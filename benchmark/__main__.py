@@ -9,12 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `python -m benchmark` as for the scripts beside it
+sys.path.insert(0, str(Path(__file__).parent))  # `python -m benchmark` imports like the scripts beside it
 import common
 from registry import BENCHMARKS, RIVALS, model_of
 
 GROUPS = ("speed", "quality", "public")
-"""What runs without a name, in this order."""
+"""Groups that run when no name is given, in this order."""
 
 
 def main() -> None:

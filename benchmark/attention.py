@@ -1,15 +1,15 @@
-"""Attention time of decode steps by policy, without a server: the engine on the bundled model's own q, k and v.
+"""Attention time of decode steps by policy, without a server: the engine on q, k and v of the bundled model.
 
     python benchmark/attention.py                    # the bundled model; some minutes on two cores
     python benchmark/attention.py --models random    # random KV in the shape of Llama-3.1-8B, two layers
     python benchmark/attention.py --quick
 
-Requests share a document, each has a copy of its own in the host pool, filled as prefill fills it, and asks a question
-of its own. The tokens of the right answer are decoded, each with the query that the model has there, so all policies
-are asked the same. Policies take turns, so that a machine that drifts drifts for all of them. The first step of a turn
-does not count: it measures anchors (which has a column of its own), evaluates prefills for policies that remember, and
-brings back what the former policy displaced. Results go to attention.json in benchmark/results/<machine>, or with
---name to attention_NAME.json, cell by cell; an interrupted run continues there.
+The requests share a document. Each has its own copy in the host pool, filled as prefill fills it, and asks its own
+question. Steps decode the tokens of the right answer with the queries that the model has there, so all policies see the
+same input. Policies take turns, so that drift of the machine affects all alike. The first step of a turn does not
+count: it measures anchors (with a column of their own), evaluates prefills for policies with memory, and refills caches
+that the previous policy displaced. Results go to attention.json in benchmark/results/<machine>, or with --name to
+attention_NAME.json, cell by cell. An interrupted run continues there.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ RANDOM = KVShape(layers=2, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 RANDOM_GROUP = 4
 RANDOM_STEPS = 6
 HEARD = 32
-"""Queries that are kept of a document's end: a prefill tells policies of its last ones (`policy.base.TOLD`)."""
+"""Queries kept from the end of a document: prefill passes the last ones to policies (`policy.base.TOLD`)."""
 COUNTS = ("tokens_read", "middle_tokens", "tile_bytes", "metadata_bytes")
 
 
 class States(NamedTuple):
-    """Of one layer, rotated, in the model's dtype.
+    """Inputs of one attention layer after RoPE, in the model's dtype.
 
     Attributes:
-        q: [Hq, T, D] of the tokens given. k, v: [H, S, D], S >= T: those of the cache come first.
+        q: [Hq, T, D] of the given tokens. k, v: [H, S, D], S >= T: tokens of the cache come first.
         scale: multiplies q.k.
     """
 
@@ -75,10 +75,10 @@ class States(NamedTuple):
 
 
 def capture(model: Any, tokens: list[int], cache: Any = None) -> list[States]:
-    """What the attention of a Transformers model gets for `tokens` in every layer.
+    """States of every layer of a Transformers model for `tokens`.
 
     Args:
-        cache: a Transformers cache. Its tokens come first; it takes `tokens` in.
+        cache: a Transformers cache whose tokens come first; `tokens` are added to it.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -92,7 +92,8 @@ def capture(model: Any, tokens: list[int], cache: Any = None) -> list[States]:
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
     AttentionInterface.register("fluxion_capture", attention)
-    # A name without a mask of its own would be given none, and tokens after a cache would see the wrong ones.
+    # Transformers builds no mask for an attention name without a mask function. Tokens after a cache would then see
+    # wrong ones.
     AttentionMaskInterface.register("fluxion_capture", sdpa_mask)
     model.set_attn_implementation("fluxion_capture")
     with torch.no_grad():
@@ -102,12 +103,13 @@ def capture(model: Any, tokens: list[int], cache: Any = None) -> list[States]:
 
 @dataclass(frozen=True)
 class Requests:
-    """A layer each, KV dtype, for requests of `length` tokens: a document and a question.
+    """KV and queries of requests of `length` tokens: a shared document and a question each. Lists hold one entry a
+    layer.
 
     Attributes:
         document: (k, v), [S, H, D] each.
-        document_q: [HEARD, Hq, D], the queries of its last tokens.
-        tails: of every request (q [T, Hq, D], k, v [T, H, D]): its question, and the answer that is decoded.
+        document_q: [HEARD, Hq, D], queries of the document's last tokens.
+        tails: by request, (q [T, Hq, D], k, v [T, H, D]) of its question and of the answer that is decoded.
         scale: multiplies q.k.
     """
 
@@ -137,7 +139,7 @@ class Requests:
 
 
 def needle_requests(length: int, count: int) -> Requests:
-    """`count` questions about one document, as the bundled model sees them with the right answers."""
+    """`count` questions about one document with their right answers, as the bundled model computes them."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
     model = AutoModelForCausalLM.from_pretrained(common.NEEDLE, dtype=torch.bfloat16).eval()
@@ -151,7 +153,7 @@ def needle_requests(length: int, count: int) -> Requests:
     of_document = capture(model, document, cache)
     tails = []
     for question in prompt.questions[:count]:
-        # Of the answer's last token no query is needed.
+        # The query of the answer's last token is not needed.
         tokens = [*question.token_ids, *question.answer_ids[:-1]]
         tails.append([rows(states, len(document)) for states in capture(model, tokens, cache)])
         cache.crop(-len(tokens))
@@ -160,7 +162,7 @@ def needle_requests(length: int, count: int) -> Requests:
 
 
 def random_requests(length: int, count: int) -> Requests:
-    """Normal numbers: attention without structure, for times only."""
+    """Requests of normal random numbers: attention without structure, for times only."""
     torch.manual_seed(0)
     shape, tokens = RANDOM, 1 + RANDOM_STEPS
 
@@ -179,7 +181,8 @@ SOURCES: dict[str, Callable[[int, int], Requests]] = {"needle": needle_requests,
 
 
 def policies_of(model: str, specs: Sequence[str]) -> dict[str, Policy]:
-    """By spec; those whose anchors and predictor random numbers would mislead only for the model."""
+    """Policies by spec. Random numbers would mislead anchors and predictors, so only `needle` gets policies that need
+    them."""
     context = Context(predictor=lambda tau: load(common.PREDICTOR, features=NAMES, tau=tau))
     found = {spec: parse_spec(spec, context) for spec in specs}
     return {spec: policy for spec, policy in found.items() if model == "needle" or policy.needs is Needs.NOTHING}
@@ -192,7 +195,7 @@ class Clock:
         self.spent: Counter[str] = Counter()
 
     def watch(self, owner: object, *names: str) -> None:
-        """From now on; of this object only."""
+        """Time these methods of this object from now on."""
         for name in names:
             setattr(owner, name, partial(self._timed, name, getattr(owner, name)))
 
@@ -205,7 +208,7 @@ class Clock:
 
 
 class Bench:
-    """A batch of `batch` requests in a pool, windows and an engine, as a server with default options has them."""
+    """A batch of `batch` requests with pool, windows and engine, configured as in a server with default options."""
 
     def __init__(self, requests: Requests, batch: int) -> None:
         self.requests, self.batch = requests, batch
@@ -248,7 +251,8 @@ class Bench:
         ]
 
     def rewind(self, policy: Policy) -> None:
-        """As after a prefill under this policy: windows without the answer, nothing measured or remembered yet."""
+        """Restore the state after a prefill under this policy: windows without the answer, nothing measured or
+        remembered."""
         length, asked = self.requests.length, self.requests.asked
         for row in range(self.batch):
             self.engine.forget(row)
@@ -258,7 +262,7 @@ class Bench:
                 self.engine.prefilled(layer, row, length, queries, policy)
 
     def step(self, index: int, policy: Policy, outputs: list[Tensor] | None = None) -> None:
-        """Decode token `index` of the answers; `outputs` takes [B, Hq, D] float32 of every layer."""
+        """Decode token `index` of the answers; append [B, Hq, D] float32 of every layer to `outputs`."""
         lengths = torch.full((self.batch,), self.requests.length + index + 1)
         self.engine.begin_step(self.rows, lengths, self.table, [policy] * self.batch)
         for layer, (q, k, v) in enumerate(self.tokens[index]):
@@ -293,7 +297,7 @@ class Bench:
         return (got - exact).norm(dim=-1) / exact.norm(dim=-1).amax(-1, keepdim=True)
 
     def turn(self, policy: Policy) -> list[dict[str, float]]:
-        """Decode the answers; of every step the seconds by phase, and what `DecodeEngine.stats` counted."""
+        """Decode the answers; for every step, seconds by phase and the increments of `DecodeEngine.stats`."""
         self.rewind(policy)
         found = []
         for index in range(self.requests.steps):
@@ -315,12 +319,12 @@ class Bench:
 
 
 def measure(requests: Requests, batch: int, policies: dict[str, Policy], turns: int) -> list[dict[str, Any]]:
-    """A row a policy; times and bytes are those of a step over its layers, times in ms and medians over steps.
+    """One row a policy. Times (ms) and bytes are per step and layer; times are medians over the steps.
 
-    attention is the whole step. Parts of it: resident and features, where the policy wants to see the heads first (else
+    attention: the whole step. Its parts are: resident and features, for policies that see the heads first (else
     resident attention is in queue); plan, for `fluxion` the network and the choice of blocks, and what a policy learns
-    from a layer that is done; queue, with the merge; other, the begin of the step and Python. anchor is what the first
-    step spends on each request.
+    from a finished layer; queue, with the merge; other, the begin of the step and Python. anchor: what the first step
+    spends on each request.
     """
     bench = Bench(requests, batch)
     exact = bench.exact()

@@ -1,9 +1,9 @@
-"""What the option `canary` costs: decode steps of a layer and writes of a prompt, with it and without, interleaved.
+"""Cost of the option `canary`: decode steps of a layer and writes of a prompt with and without it, interleaved.
 
     python benchmark/canary.py             # two minutes
     python benchmark/canary.py --quick
 
-In the shape of a layer of Llama-3.1-8B, bfloat16. Results go to canary.json in benchmark/results/<machine>.
+The shape is a layer of Llama-3.1-8B in bfloat16. Results go to canary.json in benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHARES = (0.0, 0.01, 0.1, 1.0)
 WORK = ((1, 16384, "full"), (8, 16384, "full"), (8, 16384, "fixed:16:0.1"))
 QUICK_WORK = ((2, 2048, "full"),)
 WRITTEN = 2048
-"""Tokens of a write."""
+"""Tokens per write."""
 
 
 def write(pool: HostPool, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:

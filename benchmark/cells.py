@@ -1,4 +1,4 @@
-"""The rows of kernels.py: what is measured, and what it is held to."""
+"""The rows of kernels.py: what each measures, and the bounds it must meet."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Bars = tuple[tuple[str, str, float], ...]
 
 @dataclass(frozen=True)
 class Cell:
-    """A row.
+    """One row of kernels.json.
 
     Attributes:
         kernel: attend, scan, select, append, layer, empty, imbalance, forks or sdpa.
         context: tokens of a request.
-        blk: tokens of a block; 0: everything in one run (dense).
-        budget: share of the blocks that is read.
-        isa: "" for the best one.
-        threads: 0 for one a core.
-        shuffled: of a layer step: the pages of a request lie anywhere, as after long use, not in the order in which a
-            prefill takes them from a pool that is mostly free.
+        blk: tokens per block; 0: everything in one run (dense).
+        budget: share of the blocks that are read.
+        isa: instruction set; "" for the best one.
+        threads: 0 for one per core.
+        shuffled: for a layer step, the pages of a request lie anywhere, as after long use. Otherwise they lie in the
+            order in which a prefill takes them from a mostly free pool.
     """
 
     kernel: str
@@ -39,7 +39,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """What the row is called; also in the bands."""
+        """Name of the row; also its key in the bands."""
         parts = [self.kernel]
         if self.kernel not in ("append", "empty", "imbalance"):
             parts += [f"blk {self.blk}", f"{self.budget:.0%}"] if self.blk else ["dense"]
@@ -56,7 +56,7 @@ LONG = 131072
 
 
 def has_below_best(isa: str) -> bool:
-    """Whether this CPU runs it and something better; the rows without a name of an ISA are of the best."""
+    """Whether this CPU runs `isa` and a better one too; rows without an ISA already measure the best."""
     return isa in isas()[:-1]
 
 
@@ -101,7 +101,7 @@ def default_cells() -> list[Cell]:
 
 
 def quick_cells() -> list[Cell]:
-    """One of every kind."""
+    """The first cell of each kernel, with a short context."""
     few = dict.fromkeys(cell.kernel for cell in default_cells())
     first = [next(cell for cell in default_cells() if cell.kernel == kernel) for kernel in few]
     return [replace(cell, context=2048) for cell in first]

@@ -1,7 +1,7 @@
 """Checkpoints with random weights that every implementation of the race can load, written once into a cache folder.
 
-A folder has safetensors and a configuration as Hugging Face has them, the same weights as GGUF, and a tokenizer to
-which the word "17" is token 17: those who take no ids get the same prompt.
+A folder holds safetensors and a configuration in Hugging Face's format, the same weights as GGUF, and a tokenizer that
+maps the word "17" to token 17. Implementations that take no token ids thus get the same prompt.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ CUTS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {"num_hidden_layers": 2, "vocab_size": 32000},
     "qwen3-4b": {"num_hidden_layers": 3, "vocab_size": 32000},
 }
-"""Models, and what is unlike the configuration in benchmark/models: fewer layers, fewer words; and no scaled RoPE."""
+"""Models, with their differences from the configuration in benchmark/models: fewer layers and words. All lose scaled
+RoPE."""
 
 _FORMAT = 4
-"""Counted up when what this file writes changes."""
+"""Increase it when the written files change."""
 _STD, _SHARP = 0.02, 0.05
-"""Of all weights; of those of queries and keys, so that attention is not all but uniform and a wrong RoPE shows."""
+"""Standard deviation of all weights, and of q_proj and k_proj: with small ones, attention is almost uniform and hides a
+wrong RoPE."""
 _SPECIAL = ("<unk>", "<s>", "</s>")
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def config(name: str) -> dict[str, Any]:
-    """A model's config.json as the race has it; RoPE's base under both names that implementations look for."""
+    """A model's config.json for the race. RoPE's base stands under both names that implementations read."""
     found = {**json.loads((common.MODELS / name / "config.json").read_text()), **CUTS[name]}
     theta = found["rope_parameters"]["rope_theta"]
     return {**found, "rope_parameters": {"rope_theta": theta, "rope_type": "default"}, "rope_theta": theta}
 
 
 def shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor's name and shape; those of one dimension are weights of norms."""
+    """Name and shape of every tensor; tensors with one dimension are weights of norms."""
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
@@ -65,7 +67,7 @@ def shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def weights(config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, bfloat16, the same on every machine."""
+    """The tensors in bfloat16, equal on every machine."""
     generator = torch.Generator().manual_seed(0)
     for name, shape in shapes(config):
         if len(shape) == 1:
@@ -94,7 +96,7 @@ _GGUF = {
 
 
 def gguf_name(name: str) -> str:
-    """What llama.cpp calls a tensor."""
+    """llama.cpp's name of a tensor."""
     parts = name.split(".")
     layer = f"blk.{parts[2]}." if parts[1] == "layers" else ""
     return f"{layer}{_GGUF[parts[-2]]}.weight"
@@ -103,13 +105,13 @@ def gguf_name(name: str) -> str:
 def paired(weight: Tensor, heads: int) -> Tensor:
     """Rows of queries or keys in llama.cpp's order for Llama.
 
-    Hugging Face turns row i of a head with row i + D/2, llama.cpp row 2i with row 2i + 1.
+    Hugging Face rotates row i of a head with row i + D/2, llama.cpp row 2i with row 2i + 1.
     """
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], dtype: str) -> None:
-    """The checkpoint for llama.cpp: matrices in f16 or bf16, norms in f32, and no vocabulary."""
+    """Write the checkpoint for llama.cpp: matrices in f16 or bf16, norms in f32, no vocabulary."""
     import gguf
 
     kind = config["model_type"]
@@ -149,7 +151,7 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], d
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    # As Llama's own: a word begins with U+2581, which stands for the space before it.
+    # As in Llama's tokenizer: a word begins with U+2581, which stands for the space before it.
     words = {word: i for i, word in enumerate(_SPECIAL)}
     words |= {f"\u2581{i}": i for i in range(len(words), vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=_SPECIAL[0]))
@@ -170,7 +172,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def made(name: str, cache: Path) -> Path:
-    """The folder of a checkpoint, written if it is not there yet."""
+    """The folder of a checkpoint, written first if it does not exist."""
     from safetensors.torch import save_file
 
     facts = config(name)
@@ -197,5 +199,5 @@ def parameters(config: dict[str, Any]) -> int:
 
 
 def kv_bytes(config: dict[str, Any]) -> int:
-    """Bytes of a token's keys and values in 16 bits."""
+    """Bytes of a token's keys and values with 16 bits per element."""
     return 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]

@@ -1,4 +1,5 @@
-"""What the benchmarks here share. What a result file records is in the quality harness, which stands alone."""
+"""Helpers that the benchmarks share. `fluxion_quality.record` defines what a result file records; it imports nothing
+from here."""
 
 from __future__ import annotations
 
@@ -20,21 +21,21 @@ MODELS = ROOT / "benchmark" / "models"
 NEEDLE = ROOT / "models" / "needle"
 PREDICTOR = NEEDLE / "fluxion"
 SKETCH = "sketch:0.10"
-"""The sketches of every benchmark but those of public checkpoints, whatever the default is."""
+"""Benchmarks use this spec, whatever the default of `sketch` is; benchmarks of public checkpoints use the default."""
 SIMULATED = {
     "FLUXION_DEVICE": "sim",
     "FLUXION_DEVICE_LIBRARIES": os.environ.get("FLUXION_DEVICE_LIBRARIES") or str(ROOT / "build" / "native" / "tests"),
 }
-"""The environment in which the CPU's tensors are served as a device's; `make native-tests` builds what it needs."""
+"""Environment that serves CPU tensors as a device's. `make native-tests` builds the libraries."""
 PHASES = ("attention", "resident", "features", "plan", "queue", "other")
-"""Times in a row of attention.json: the whole, and its parts."""
+"""Times in a row of attention.json: the whole step first, then its parts."""
 
 
 def machine_name() -> str:
     """A folder name for this machine's results, such as amd-epyc-2-cores.
 
-    A virtual machine may say no more of its CPU than "AMD EPYC"; that it has a matrix unit, or AVX2 and no AVX-512, or
-    that its cores are Zen 4, is part of the name.
+    A virtual machine may report only "AMD EPYC" as its CPU. The name therefore also tells a matrix unit (amx), AVX2
+    without AVX-512, and Zen 4.
     """
     facts = machine()
     flags = facts["flags"]
@@ -44,12 +45,13 @@ def machine_name() -> str:
 
 
 def folder_name(text: str) -> str:
-    """The text in lower case letters, digits and dashes."""
+    """The text in lower case letters, digits and dashes, such as amd-epyc-2-cores."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def gpu() -> tuple[str, int] | None:
-    """The first NVIDIA GPU's name and bytes of memory, by `nvidia-smi`: asking CUDA would take part of it."""
+    """Name and bytes of memory of the first NVIDIA GPU, from `nvidia-smi`: a CUDA context would occupy part of the
+    memory."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -77,10 +79,10 @@ def arguments(doc: str | None, quick: str, rounds: int | None = None, fresh: boo
     """The options that benchmarks share: --quick and --machine.
 
     Args:
-        doc: of the program; its first line describes it.
-        quick: what --quick does.
-        rounds: default of --rounds, which there is with a number alone.
-        fresh: whether there is --fresh, because a result file is continued.
+        doc: docstring of the program; its first line becomes the description.
+        quick: what --quick does, for the help.
+        rounds: default of --rounds; None: the option does not exist.
+        fresh: whether --fresh exists, because the benchmark continues a result file.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help=f"{quick}; the result file is not a published one")
@@ -95,7 +97,7 @@ def arguments(doc: str | None, quick: str, rounds: int | None = None, fresh: boo
 
 
 def told(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, each printed as it comes."""
+    """Print each row as it comes, and return all of them."""
     found = []
     for row in rows:
         print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
@@ -104,14 +106,14 @@ def told(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def publish(args: Any, name: str, rows: list[dict[str, Any]], **facts: Any) -> None:
-    """Save the rows of a benchmark that continues nothing."""
+    """Save the rows of a benchmark that does not continue result files."""
     path = result_path(args, name)
     save(path, {**header(name), **facts, "rows": rows})
     print(f"{path.relative_to(ROOT)}: {len(rows)} rows. Now: python benchmark/tables.py")
 
 
 def result_path(args: Any, name: str) -> Path:
-    """Where the rows of a benchmark with the options --machine and --quick go, which --fresh empties first."""
+    """Path of a benchmark's result file by --machine and --quick; --fresh deletes the file first."""
     path = RESULTS / args.machine / f"{name}{'_quick' if args.quick else ''}.json"
     if args.fresh:
         path.unlink(missing_ok=True)
@@ -124,11 +126,11 @@ def differing(old: dict[str, Any], header: dict[str, Any], same: tuple[str, ...]
 
 
 def resume(path: Path, header: dict[str, Any], same: tuple[str, ...], fresh: bool) -> dict[str, Any]:
-    """The file at `path`, to be continued; where there is none, or with `fresh`, `header` with no rows.
+    """The file at `path`, to be continued; `header` without rows if there is no file or `fresh` is set.
 
     Raises:
-        SystemExit: it measured something else (`differing`), and the first row that is saved would replace it. Quick
-            results, which nobody publishes, are started over.
+        SystemExit: the file measured something else (`differing`), and saving the first row would replace it. Quick
+            results, which are never published, start over.
     """
     old = None if fresh else load(path)
     if old is None:
@@ -142,12 +144,13 @@ def resume(path: Path, header: dict[str, Any], same: tuple[str, ...], fresh: boo
 
 
 def relative(command: list[str]) -> list[str]:
-    """A command line without this machine's paths."""
+    """A command line without paths of this machine."""
     return ["python" if i == 0 else part.replace(f"{ROOT}/", "") for i, part in enumerate(command)]
 
 
 def run_logged(command: list[str], log: Path, env: dict[str, str] | None = None) -> None:
-    """Run a command with its output in `log`; on failure raise with the end of it. env: besides this process's."""
+    """Run a command with its output in `log`; raise SystemExit with the end of it on failure. env: added to this
+    process's."""
     with log.open("w") as out:
         environment = {**os.environ, **(env or {})}
         code = subprocess.run(

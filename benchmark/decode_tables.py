@@ -1,4 +1,4 @@
-"""Tables of decode steps: of whole models, and of the executor on each machine."""
+"""Tables of decode steps: whole models, and the executor on each machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rendering import (
 from fluxion_sglang.config import GONE
 
 PUBLIC_MODEL = "smollm2"
-"""The public checkpoint whose steps are timed."""
+"""Public checkpoint whose steps are timed."""
 
 
 # Time per output token
@@ -46,18 +46,19 @@ def steps(data: Data) -> int:
 
 
 def policy_rows(data: Data) -> list[Row]:
-    """Times by policy, a row a model, batch and length."""
+    """Median TPOT by policy, one row per model, batch and length."""
     place = ("model", "batch", "length")
     return sorted(medians(data["rows"], place, "policy", "tpot_ms"), key=lambda row: [row[key] for key in place])
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Time per output token of several files in one table, for the smallest and largest batches and prompts.
+    """Time per output token from several files in one table, for the smallest and largest batches and prompts.
 
     Attributes:
-        names: of the files, without one_batch_. shown: the policies with a column; a row has the first of them.
-        pairs: of policies, the first over the second.
+        names: files, without the prefix one_batch_. shown: policies with a column; rows without the first of them are
+            dropped.
+        pairs: of policies; a column holds the time of the first over the second.
     """
 
     names: Sequence[str]
@@ -82,7 +83,7 @@ class Steps:
 
 
 def public_rows(data: Data) -> list[Row]:
-    """Of the least and the largest batch the two longest prompts."""
+    """The two longest prompts of the smallest and the largest batch."""
     lengths = sorted({row["length"] for row in data["rows"]})
     return [row for row in outer(policy_rows(data), "batch") if row["length"] in lengths[-2:]]
 
@@ -102,9 +103,10 @@ public_speed = Table(
 
 
 def gpu_idle(results: Path) -> str:
-    """What a GPU waits for the CPU in a layer, and its share of TPOT, in the shape of Fluxion's Table 5.
+    """Time that a GPU waits for the CPU per layer, and its share of TPOT, in the format of Fluxion's Table 5.
 
-    Beside it plain SGLang, which does not wait, and what the GPU read of the middle. A table for each machine.
+    The table also shows plain SGLang, which does not wait, and the share of the middle that the GPU read. One table per
+    machine.
     """
     tables: dict[str, list[Row]] = {}
     links: dict[str, list[str]] = {}
@@ -117,7 +119,7 @@ def gpu_idle(results: Path) -> str:
         for row in data["rows"]:
             cells.setdefault(tuple(row[key] for key in ("model", "batch", "length", "policy")), []).append(row)
         for (model, batch, length, policy), found in cells.items():
-            # Without keys of earlier versions: a server of today takes the rest.
+            # Drop options that the current version has removed, so that the printed config still starts a server.
             config = {key: value for key, value in data["config"].items() if key not in GONE}
             options = f"`{json.dumps(config)}`" if config and policy != "off" else ""
             row = {"shape": f"{model}, {batch} x {length:,}", "policy": f"`{policy}`", "options": options}
@@ -135,7 +137,7 @@ def gpu_idle(results: Path) -> str:
     )
 
 
-# The executor: a column a machine
+# Executor: one column per machine
 
 MACHINES = {
     "amd-epyc-2-cores": "Zen 5",
@@ -144,7 +146,7 @@ MACHINES = {
     "intel-r-xeon-r-processor-2-cores": "Xeon",
     "intel-r-xeon-r-processor-2-cores-amx": "Xeon with AMX",
 }
-"""Short names of the folders with results; a folder that is not here goes by its own name."""
+"""Short names of result folders; other folders keep their own name."""
 
 
 def machine_name(path: Path) -> str:
@@ -152,17 +154,17 @@ def machine_name(path: Path) -> str:
 
 
 def met(row: Row) -> list[bool]:
-    """Of every bar of a row, whether it is met."""
+    """For every bar of a row, whether the row meets it."""
     known = {**row, row["what"]: row["value"]}
     bars = (bar.split() for bar in row["bars"])
     return [known[name] >= float(end) if sign == ">=" else known[name] <= float(end) for name, sign, end in bars]
 
 
 def machines(results: Path) -> str:
-    """A line a machine: what its memory gives, and how near the executor comes."""
+    """One line per machine: bandwidth of its memory, and how close the executor comes to it."""
 
     def first(data: Data, **wanted: Any) -> Row:
-        """The first row with these values: rows of a kernel begin with the plain one."""
+        """The first row with these values: the plain case comes first among the rows of a kernel."""
         return next((row for row in data["rows"] if wanted.items() <= row.items()), {})
 
     rows = []
@@ -182,7 +184,7 @@ def machines(results: Path) -> str:
 
 
 def peers(results: Path) -> str:
-    """Times of attention to a whole context by other implementations, and over ours; float32 by torch is left out."""
+    """Times of dense attention by other implementations, and their ratio to ours. torch in float32 is left out."""
     order = {name: i for i, name in enumerate(MACHINES)}
     files = sorted(result_files(results, "peers.json"), key=lambda one: order.get(one[0].parent.name, len(order)))
     if not files:

@@ -1,12 +1,12 @@
-"""SGLang's one_batch, but decode steps of several policies take turns on one prefill.
+"""SGLang's one_batch, with decode steps of several policies in turns after one prefill.
 
     python benchmark/decode_turns.py --policies full,fluxion --turns 3 --steps 6 --batch-size 8 4 1 ...
 
-Options that are not its own are one_batch's, which loads the model and writes the result file. Batch sizes descend: a
-smaller batch is the first requests of the larger one, so the largest alone is prefilled, request by request. Steps of
-all policies stand in one process a moment apart, which a drifting machine treats alike; the first step of a turn does
-not count, because it may measure anchors and finds the caches as the former policy left them. Every policy hears of the
-prefill, and remembers its own steps; what others decode between them is news to it, as an appended turn would be.
+Unknown options go to one_batch, which loads the model and writes the result file. Batch sizes descend: a smaller batch
+is the first requests of the larger one, so only the largest is prefilled, request by request. All policies decode in
+one process within a short time, so drift of the machine affects them alike. The first step of a turn does not count: it
+may measure anchors, and caches hold the data of the previous policy. Every policy observes the prefill and remembers
+its own steps. Tokens that other policies decode in between are new to it, like an appended turn.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from fluxion_sglang.policy import Policy, parse_spec
 from fluxion_sglang.sglang.requests import predictors
 
 DRAWN_STEPS = 1
-"""Of a policy's last turn, in the timeline."""
+"""Steps of a policy's last turn that the timeline keeps."""
 OFF = "off"
-"""The one "policy" of a run without the flag."""
+"""The only "policy" of a run without the flag."""
 
 
 class Turns:
-    """Stands in for one_batch's `latency_test_run_once`.
+    """Replaces one_batch's `latency_test_run_once`.
 
     Args:
-        policies: specs, or only `OFF`.
-        steps: of a turn, the one that does not count included.
-        streams: what every request decodes, whatever the model would say; empty: what it says.
-        timeline: where the layers of each policy's last steps on a device go, a line of JSON a policy and batch size.
+        policies: specs, or `OFF` alone.
+        steps: per turn, including the first one, which does not count.
+        streams: token ids that each request decodes instead of the model's output; empty: the model's output.
+        timeline: file for the layers of each policy's last steps on a device, one line of JSON per policy and batch
+            size.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Turns:
         *_: Any,
         **__: Any,
     ) -> dict[str, Any] | None:
-        if not self._warm:  # one_batch warms up with random tokens; turns do so with a step of their own
+        if not self._warm:  # one_batch warms up with random tokens; each turn warms up with its first step
             self._warm = True
             return None
         if self._batch is None:
@@ -132,7 +133,7 @@ class Turns:
         self._tokens = torch.cat(tokens)
 
     def _step(self, model_runner: Any, device: StreamDevice | None) -> tuple[float, float]:
-        """Seconds of a step, and what the device waited in it."""
+        """Seconds of a step, and how many of them the device waited."""
         size = len(self._batch.reqs)
         tokens = self._tokens[:size] if self.streams is None else self.streams[:size, self._at]
         before = 0 if device is None else device.stats()["device_wait_ns"]
@@ -156,13 +157,13 @@ class Turns:
 
 
 def device_of(model_runner: Any) -> StreamDevice | None:
-    """What the passes of Fluxion run on, if it is a GPU."""
+    """The GPU device that runs Fluxion's passes; None on a CPU."""
     device = getattr(model_runner.torch_runner.attn_backend, "device", None)
     return device if isinstance(device, StreamDevice) else None
 
 
 def reads_of(model_runner: Any) -> dict[str, int]:
-    """Bytes of tiles that were read so far: all, and the GPU's."""
+    """Bytes of tiles read so far: by all processors, and by the GPU."""
     engine = getattr(model_runner.torch_runner.attn_backend, "engine", None)
     if engine is None:
         return dict.fromkeys(("tile_bytes", "gpu_tile_bytes"), 0)
@@ -176,7 +177,7 @@ def reads_of(model_runner: Any) -> dict[str, int]:
 
 @contextmanager
 def heard_by(policies: Iterable[Policy | None], backend: Any) -> Iterator[None]:
-    """What the backend prefills here, all of the policies that remember hear of, as if the requests were theirs."""
+    """Tell all policies with memory what the backend prefills in this context, as if the requests were theirs."""
     hearers = [policy for policy in policies if policy is not None and type(policy).prefilled is not Policy.prefilled]
     if not hearers:
         yield

@@ -1,9 +1,9 @@
-"""The policy `drawn`: groups read what groups of the bundled model would read, on any model.
+"""The policy `drawn`: on any model, groups read what groups of the bundled model would read.
 
-A model with random weights has no heads worth predicting. To time what `fluxion` would cost on it, every group of every
-step draws a plan (block size, a budget a head) from those that the bundled model's predictor makes for its own heads.
-The deciding itself is not in that time: `plan` draws before the step. The plans in `plans.json` were recorded on
-2026-11-22.
+Heads of a model with random weights are not worth predicting. To time what `fluxion` costs on such a model, every group
+draws a plan (block size, a budget per head) at every step, from plans that the bundled model's predictor made for its
+own heads. The time excludes the predictor's decisions, because `plan` only draws. The plans in `plans.json` were
+recorded on 2026-11-22.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ SPEC = "drawn"
 
 
 class DrawnPolicy(Policy):
-    """Draws the plan of every group anew at every step; the draws of a run are the same in every run.
+    """Draws a new plan for every group at every step; the sequence of draws is the same in every run.
 
     Args:
-        plans: [N, 1 + G] float32: a group's block size (0: all its heads stream) and its heads' budgets. A group of
-            another size than G draws the heads that it lacks from further plans of the same block size.
+        plans: [N, 1 + G] float32: block size of a group (0: all its heads stream) and budgets of its heads. A group
+            with more heads than G draws the missing ones from further plans of the same block size.
     """
 
     spec = SPEC

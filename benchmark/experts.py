@@ -3,9 +3,9 @@
     python benchmark/experts.py            # about two minutes; needs nothing beyond what SGLang brings
     python benchmark/experts.py --quick
 
-One layer of Qwen3-30B-A3B's shape: 128 experts, of which a row chooses 8 at random. A run computes several steps with
-different choices, enough to read more than all caches hold. `of_stream` compares the weights that were read with a
-plain stream. Results go to experts.json in benchmark/results/<machine>.
+One layer of Qwen3-30B-A3B's shape: each row chooses 8 of 128 experts at random. A run computes several steps with
+different choices, enough to read more than all caches hold. `of_stream` is the bandwidth of reading the weights over
+that of a plain stream. Results go to experts.json in benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fluxion_sglang.weights.quantised import pack
 
 
 class Shape(NamedTuple):
-    """Of a layer: experts, how many a row chooses, and the sizes of a row outside of an expert and inside."""
+    """Sizes of a layer: experts, experts chosen per row, and elements of a row outside and inside an expert."""
 
     experts: int
     chosen: int
@@ -53,7 +53,7 @@ Layer = Callable[[], Tensor]
 
 
 def weights_of(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Random weights: gate and up, and down."""
+    """Random weights: gate and up in one tensor, and down."""
     random = torch.Generator().manual_seed(0)
     sizes = (2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)
     both = [torch.randn(shape.experts, *size, generator=random).mul_(size[1] ** -0.5).bfloat16() for size in sizes]
@@ -61,7 +61,7 @@ def weights_of(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def choices(shape: Shape, rows: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Experts and weights of every row, for each of `count` steps."""
+    """Expert ids and weights of every row, for each of `count` steps."""
     random = torch.Generator().manual_seed(rows)
     drawn = torch.rand(count, rows, shape.experts, generator=random).topk(shape.chosen)
     return list(zip(drawn.indices.int().unbind(), drawn.values.softmax(-1).unbind(), strict=True))
@@ -70,7 +70,7 @@ def choices(shape: Shape, rows: int, count: int) -> list[tuple[Tensor, Tensor]]:
 def layers(
     native: NativeLayers, x: Tensor, chosen: Sequence[tuple[Tensor, Tensor]], plain: Sequence[Tensor], eight: Any
 ) -> dict[str, list[Layer]]:
-    """The ways to compute x, a call for each step's choice."""
+    """The implementations that compute x, each as one call per step."""
     layer: Any = SimpleNamespace(num_experts=len(plain[0]), w13_weight=plain[0], w2_weight=plain[1])
     config = MoeRunnerConfig(activation="silu")
     return {

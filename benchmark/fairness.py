@@ -1,11 +1,11 @@
-"""What a request pays for the policies of those beside it: a batch waits for its slowest task at every layer.
+"""Cost of neighbours' policies for a request: a batch waits for its slowest task at every layer.
 
     python benchmark/fairness.py            # five requests of 16K tokens; about a minute
     python benchmark/fairness.py --quick
 
-One request has a sparse policy, and four beside it the policy of the row. Steps of a layer in the shape of
-Llama-3.1-8B, with the planning of the policy; each decodes a token, and batches take turns. Results go to fairness.json
-in benchmark/results/<machine>.
+One request has a sparse policy; four neighbours have the policy of the row. A run is a decode step of one layer in the
+shape of Llama-3.1-8B, including planning. Batches take turns. Results go to fairness.json in
+benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BESIDE += ("lfps", "lfps:1:1e-9:1e-9")
 
 
 class Batch:
-    """A request and, where `beside` names a policy, others under that; every step decodes a token of each."""
+    """A request and, if `beside` names a policy, neighbours under it; every step decodes a token of each."""
 
     def __init__(self, pool: HostPool, tables: list[torch.Tensor], tokens: int, beside: str | None) -> None:
         count = 1 if beside is None else len(tables)
@@ -71,7 +71,7 @@ class Batch:
 
 
 def measure(tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """A row a policy."""
+    """One row per policy of the neighbours."""
     lengths = [tokens + rounds + 2] * (OTHERS + 1)
     tables = own_pages(lengths)
     pool = filled_pool(tables, lengths, sketched=True)

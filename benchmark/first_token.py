@@ -1,12 +1,12 @@
-"""Time to the first token of a prompt: plain SGLang, an exact prefill, and sparse ones, in turns.
+"""Time to the first token of a prompt: plain SGLang, an exact prefill and sparse prefills, in turns.
 
     python benchmark/first_token.py            # two models, about ten minutes on 2 cores
     python benchmark/first_token.py --quick
 
-For every model one server without the flag and one for each budget (option `prefill_budget`) run at the same time, and
-idle while it is another's turn. Each round asks all of them about the same new prompts, with the longest first. Times
-are by the clock of the client, medians over the rounds. Policy `full`, bfloat16; chunks are SGLang's default. Results
-go to first_token.json in benchmark/results/<machine>.
+For every model, a server without the flag and one per budget (option `prefill_budget`) run at the same time; only one
+of them is busy at a time. Each round asks all of them about the same new prompts, the longest first. Times are the
+client's, medians over the rounds. Policy `full`, bfloat16; chunks are SGLang's default. Results go to first_token.json
+in benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLAGS = (
 
 
 def start(stack: ExitStack, model: str, budget: float | None) -> Server:
-    """A server with the flag, or without it where the budget is None."""
+    """A server with the flag; without it if the budget is None."""
     tokens = 2 * max(LENGTHS)
     flags = [*FLAGS]
     if model != "needle":
@@ -64,12 +64,12 @@ def measure(model: str, lengths: Sequence[int], rounds: int) -> list[dict[str, A
     with ExitStack() as stack:
         servers = {budget: start(stack, model, budget) for budget in ways}
         for server in servers.values():
-            ask(server, needle_prompt(1024, seed=99).token_ids())  # what the first request of all pays for
+            ask(server, needle_prompt(1024, seed=99).token_ids())  # includes one-off costs
         cells = [(turn, length) for turn in range(rounds) for length in sorted(lengths, reverse=True)]
         for turn, length in tqdm(cells, desc=model, disable=None):
             ids = needle_prompt(length, 8, 200 + turn).token_ids()[:length]
             for budget, server in servers.items():
-                server.flush()  # nothing of it is kept
+                server.flush()  # empty the prefix cache
                 seconds.setdefault((length, budget), []).append(ask(server, ids))
     return [
         {

@@ -1,5 +1,5 @@
-"""Operators of other libraries, called as their users call them. For attention each takes q [B, H, G, D] and k, v
-[B, H, n, D] bfloat16, keeps what it needs of them in its own layout, and computes [B, H, G, D] when called."""
+"""Operators of other libraries, called as their users call them. Attention operators take q [B, H, G, D] and k, v [B,
+H, n, D] bfloat16, copy them into their own layout, and compute [B, H, G, D] when called."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class OnnxAttention:
-    """GroupQueryAttention of ONNX Runtime in float32; the query's own token is the last one of k and v."""
+    """GroupQueryAttention of ONNX Runtime in float32; the last token of k and v belongs to the query."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         import onnxruntime
@@ -38,7 +38,7 @@ class OnnxAttention:
         model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
         settings = onnxruntime.SessionOptions()
         settings.intra_op_num_threads = workers(0).count
-        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the others want the cores, too
+        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")  # spinning takes cores
         self.session = onnxruntime.InferenceSession(
             model.SerializeToString(), settings, providers=["CPUExecutionProvider"]
         )
@@ -46,7 +46,7 @@ class OnnxAttention:
         def value(tensor: Tensor) -> Any:
             return onnxruntime.OrtValue.ortvalue_from_numpy(tensor.contiguous().numpy())
 
-        # Past and present are one buffer, as its users bind them: nothing but the last token is copied.
+        # Past and present share one buffer, which is the usual binding: only the last token is copied.
         past = [value(part.float()) for part in (k, v)]
         last = [part[:, :, -1].float().reshape(B, 1, -1) for part in (k, v)]
         lengths = [torch.full((B,), n - 1, dtype=torch.int32), torch.tensor([n], dtype=torch.int32)]
@@ -70,12 +70,12 @@ class _InitParams(ctypes.Structure):
 
 
 class _Ggml:
-    """One operation of llama.cpp on its CPU backend, from the libraries of llama-cpp-python; float32 comes out."""
+    """One operation of llama.cpp on its CPU backend, from the libraries of llama-cpp-python; the result is float32."""
 
     F32, F16, BF16 = 0, 1, 30
 
     def __init__(self, nbytes: int) -> None:
-        """nbytes: of all tensors."""
+        """nbytes: total bytes of all tensors."""
         spec = importlib.util.find_spec("llama_cpp")
         assert spec is not None and spec.submodule_search_locations
         folder = Path(spec.submodule_search_locations[0]) / "lib"
@@ -103,13 +103,13 @@ class _Ggml:
         cpu.ggml_backend_cpu_set_n_threads(self.backend, workers(0).count)
 
     def tensor(self, part: Tensor, kind: int) -> Any:
-        """A copy of a tensor of four dimensions."""
+        """A copy of a tensor with four dimensions."""
         made = self.base.ggml_new_tensor_4d(self.context, kind, *reversed(part.shape))
         ctypes.memmove(self.base.ggml_get_data(made), part.contiguous().data_ptr(), part.nbytes)
         return made
 
     def finish(self, out: Any, shape: torch.Size) -> None:
-        """`out` is what is computed, [shape] without dimensions of one."""
+        """Build the graph that computes `out`. shape: of the result, without dimensions of size one."""
         self.shape = shape
         self.graph = self.base.ggml_new_graph(self.context)
         self.base.ggml_build_forward_expand(self.graph, out)
@@ -123,12 +123,12 @@ class _Ggml:
 
 
 class GgmlAttention(_Ggml):
-    """ggml_flash_attn_ext, KV in float16."""
+    """ggml_flash_attn_ext with KV in float16."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         super().__init__(2 * (k.nbytes + v.nbytes) + 4 * q.nbytes)
         B, H, G, D = q.shape
-        # q [B, Hq, 1, D]: a head's only query, as llama.cpp decodes.
+        # q [B, Hq, 1, D]: one query per head, as in llama.cpp's decode steps.
         queries = self.tensor(q.float().reshape(B, H * G, 1, D), self.F32)
         keys, values = (self.tensor(part.to(torch.float16), self.F16) for part in (k, v))
         out = self.base.ggml_flash_attn_ext(self.context, queries, keys, values, None, scale, 0.0, 0.0)
@@ -136,7 +136,7 @@ class GgmlAttention(_Ggml):
 
 
 class GgmlLinear(_Ggml):
-    """ggml_mul_mat: x [rows, in] times weights [outputs, in], bfloat16; [rows, outputs]."""
+    """ggml_mul_mat: x [rows, in] times weights [outputs, in] in bfloat16; returns [rows, outputs]."""
 
     def __init__(self, x: Tensor, weights: Tensor) -> None:
         super().__init__(weights.nbytes + 4 * x.nbytes + 8 * len(x) * len(weights))

@@ -1,12 +1,12 @@
-"""Branches of one document decoded together: the time of their step over that of one branch alone.
+"""Decode branches of one document together: time of a step relative to a step of one branch.
 
     python benchmark/forks.py            # 8 branches over 32K and 128K tokens; about two minutes
     python benchmark/forks.py --quick
 
-The branches have the document's pages in common and a few tokens of their own. Their queries are alike, as those of
-samples of one prompt, or independent; heads of a group are alike in both. With the engine's option share_prefixes what
-several branches read comes from memory once; without it every branch reads its own. Caches are filled with other memory
-before every step, and the steps take turns. Results go to forks.json in benchmark/results/<machine>.
+The branches share the document's pages and have a few tokens of their own. Their queries are either alike, as for
+samples of one prompt, or independent; heads of a group are alike in both cases. With the engine's option
+share_prefixes, KV that several branches read comes from memory once; without it every branch reads it. Caches are
+flushed before every step, and the steps take turns. Results go to forks.json in benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fluxion_sglang.kv.placement import PAGE
 DOCUMENTS = (32768, 131072)
 BRANCHES = 8
 OWN = 24
-"""Tokens of a branch's own."""
+"""Own tokens per branch."""
 POLICIES = ("fixed:16:0.05", "full")
 QUERIES = {"alike": 0.2, "independent": 1.0}
 
@@ -39,7 +39,7 @@ QUERIES = {"alike": 0.2, "independent": 1.0}
 def measure(
     document: int, policies: list[str], rounds: int, arena: Arena, branches: int = BRANCHES
 ) -> list[dict[str, Any]]:
-    """A row a policy, kind of queries, and way to read a common prefix."""
+    """One row per policy, kind of queries, and way to read a common prefix."""
     shared, own = document // PAGE, -(-(OWN + 1) // PAGE)
     ids = 1 + torch.randperm(shared + branches * own, generator=torch.Generator().manual_seed(0)).to(torch.int32)
     tables = [torch.cat([ids[:shared], part]) for part in ids[shared:].split(own)]

@@ -1,13 +1,13 @@
-"""What a layer costs between the CPU and a GPU, and what the link between them gives.
+"""Cost of a layer's hand-over between CPU and GPU, and bandwidth of the link between them.
 
     python benchmark/gpu_link.py                        # on a machine with a GPU; about a minute
     python benchmark/gpu_link.py --device sim --quick   # on the simulated device, to see that it runs
 
-Round trips: publish, resident attention and take of a layer whose middle the CPU answers at once with nothing, in a
-stream and in a CUDA graph, against the resident attention alone: the difference is what the hand-over costs. Link:
-tiles in pinned memory, gathered into device memory by the kernel that fetches prefixes, against the copy engine and
-against a plain kernel that reads 128 MiB in their order, which is what the link gives to kernels at best. Everything in
-one process; medians of interleaved turns.
+Round trips: publish, resident attention and take of a layer, whose middle the CPU answers at once as empty. They run in
+a stream and in a CUDA graph; subtracting the resident attention alone gives the cost of the hand-over. Link: the kernel
+that fetches prefixes gathers tiles from pinned memory into device memory. It is compared with the copy engine and with
+a plain kernel that reads 128 MiB in order, the upper bound for kernels. All runs happen in one process; results are
+medians of interleaved turns.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fluxion_sglang.kv.placement import PAGE, Placement
 
 LAYERS = 32
 SHAPES = {"llama-3.1-8b": (32, 8, 128), "qwen2.5-7b": (28, 4, 128)}
-"""Query heads, KV heads, head_dim."""
+"""Query heads, KV heads and head_dim by model."""
 BATCHES = (1, 4, 16)
 TILES = (16, 64, 256, 1024, 4096, 16384)
 TURNS = 9
 WHOLE = 16384
-"""Tiles of what a kernel reads in order: 128 MiB at D=128 and bfloat16."""
+"""Tiles that a kernel reads in order: 128 MiB at D=128 and bfloat16."""
 
 
 class Link:
@@ -51,17 +51,17 @@ class Link:
         self.order = device.pinned_empty(order.nbytes).view(torch.int32).copy_(order)
 
     def gather(self, count: int) -> Callable[[], None]:
-        """`count` scattered tiles into device memory."""
+        """Gather `count` scattered tiles into device memory."""
         k, v = self.near[: count * self.tile_bytes].view(torch.bfloat16).view(2, count * PAGE, 1, -1)
         return lambda: self.device.gather(self.stream, self.tiles, self.order[:count], k, v)
 
     def in_order(self, count: int) -> Callable[[], None]:
-        """The bytes of `count` tiles, by a kernel that knows nothing of tiles."""
+        """Copy the bytes of `count` tiles with a kernel that reads them in order."""
         size = count * self.tile_bytes
         return lambda: self.device.copy_in_order(self.stream, self.pool[:size], self.near[:size])
 
     def copy_engine(self, count: int) -> Callable[[], None]:
-        """The same number of bytes in one copy."""
+        """Copy the same number of bytes with the copy engine."""
         size = count * self.tile_bytes
         return lambda: (self.near[:size].copy_(self.pool[:size], non_blocking=True), None)[1]
 
@@ -71,7 +71,7 @@ class Link:
 
 
 class RoundTrip:
-    """Layers of a model's shape on a device, whose middles are nothing."""
+    """Layers of a model's shape on a device, with empty middles."""
 
     def __init__(self, device: library.DeviceLibrary, shape: tuple[int, int, int], batch: int, layers: int) -> None:
         q_heads, kv_heads, dim = shape
@@ -116,7 +116,7 @@ class RoundTrip:
         return lambda: self.device.graph_launch(graph, self.stream)
 
     def answering(self, work: Callable[[], None]) -> Callable[[], None]:
-        """`work`, while a thread of Python answers, as the layer server does; no faster than it could."""
+        """`work`, while a Python thread answers as the layer server does, at the speed of the server."""
 
         def run() -> None:
             helper = threading.Thread(target=self._answer)
@@ -154,7 +154,7 @@ def timed(works: dict[str, Callable[[], None]], wait: Callable[[], None], turns:
             start = time.perf_counter()
             work()
             wait()
-            if turn:  # the first warms up
+            if turn:  # the first turn warms up
                 spent[name].append((time.perf_counter() - start) * 1e6)
     return {name: median(values) for name, values in spent.items()}
 
@@ -182,7 +182,7 @@ def round_trips(device: library.DeviceLibrary, batches: list[int], layers: int, 
 
 
 def link(device: library.DeviceLibrary, counts: list[int], whole: int, turns: int) -> list[dict[str, Any]]:
-    """GB/s (10^9 bytes) of tiles that cross the link."""
+    """GB/s (10^9 bytes) of tiles across the link."""
     tiles = Link(device, whole, 128)
     rows = []
     for count in counts:

@@ -1,12 +1,12 @@
-"""What weights of 8 bits (`--quantization fluxion-int8`) cost in answers and give in time, on the public checkpoints.
+"""What 8-bit weights (`--quantization fluxion-int8`) cost in quality and save in time, on public checkpoints.
 
     python benchmark/int8_weights.py            # both models; ten minutes
     python benchmark/int8_weights.py --quick
 
-Answers: perplexity of real text by the checkpoint in float32 and by the same with its weights rounded, KL divergence
-and agreement of the likeliest token, by transformers. Time: the whole decode step and the first token under `full`, in
-processes of one way after the other, round by round; a ratio is the median of rounds. Results go to int8_weights.json
-in benchmark/results/<machine>. `make checkpoints` fetches the models.
+Answers: perplexity of real text by the checkpoint in float32 and with rounded weights, KL divergence, and agreement of
+the likeliest token, all by transformers. Time: whole decode steps and the first token under `full`, in alternating
+processes, round by round; a ratio is the median over rounds. Results go to int8_weights.json in
+benchmark/results/<machine>. `make checkpoints` fetches the models.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WAYS = {"bf16": (), "int8": ("--quantization", INT8_WEIGHTS)}
 
 
 def round_all(model: Any) -> None:
-    """The weights that a server rounds: those of linear layers. A head that is the embedding gets a copy."""
+    """Round the weights that a server rounds: those of linear layers. A head that shares the embedding gets a copy."""
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and module.in_features % FORMAT.group == 0:
             wide = rounded(module.weight.data.to(torch.bfloat16)).wide()
@@ -42,7 +42,7 @@ def round_all(model: Any) -> None:
 
 
 def compared(p: torch.Tensor, q: torch.Tensor, target: torch.Tensor) -> tuple[float, float, float, float]:
-    """Sums over logits [n, words]: the loss of p, of q, the KL divergence, and how often the likeliest is the same."""
+    """Sums over logits [n, words]: losses of p and of q, KL divergence, and number of equal likeliest tokens."""
     p, q = p.log_softmax(-1), q.log_softmax(-1)
     losses = (-float(x.gather(1, target[:, None]).sum()) for x in (p, q))
     return *losses, float((p.exp() * (p - q)).sum()), float((p.argmax(-1) == q.argmax(-1)).sum())
@@ -83,7 +83,7 @@ def answers(name: str, windows: int, tokens: int) -> dict[str, Any]:
 
 
 def timed(folder: str, flags: tuple[str, ...], plan: Plan) -> dict[tuple[int, int], float]:
-    """Milliseconds of a decode step by (depth, batch); of the first token under batch 0."""
+    """Milliseconds of a decode step by (depth, batch); batch 0 holds the time to the first token."""
     options = {"policies": ["full"], "flags": list(flags)}
     words = json.dumps({**vars(plan), "model": folder, "options": options})
     script = Path(__file__).with_name("racers") / "run_sglang.py"

@@ -1,4 +1,4 @@
-"""A row of kernels.py measured: a kernel or a layer step, beside its ceilings and beside float64."""
+"""Measure one row of kernels.py: a kernel or a layer step, compared with its ceilings and with float64."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.native import NativePool
 
 ALIKE = 0.3
-"""How much of its own a head's query has where choices of a group's heads are united: the less, the smaller the union,
-and the larger the share of everything that is not attention."""
+"""Share of independent noise in each head's query where the choices of a group's heads are united. A smaller share
+gives a smaller union, and a larger part of the time outside attention."""
 
 
 NEAR = 256 << 10
-"""Bytes that are in the second cache of every core after the first use."""
+"""Bytes that fit in the second-level cache of every core."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much memory there is to read, how much of it a run reads, and how many tokens the requests of a step have."""
+    """Memory in total and memory that a run reads (bytes), and tokens in all requests of a step."""
 
     rounds: int
     memory: int = field(default_factory=lambda: 2 * beyond_caches(1 << 29))
@@ -69,7 +69,7 @@ def arena_of(memory: int, read: int) -> Arena:
 
 
 def measure(cell: Cell, sizes: Sizes) -> dict[str, Any] | None:
-    """The row of a cell; None where this version of the library lacks what it takes."""
+    """The row of a cell; None if this version of the library lacks something that the cell needs."""
     found = MEASURES[cell.kernel](cell, sizes)
     if found is None:
         return None
@@ -95,12 +95,12 @@ def measure(cell: Cell, sizes: Sizes) -> dict[str, Any] | None:
 
 INT8 = "int8"
 PACKED_TILES = 4099
-"""That differ: a number of which the tiles of a list are no multiple."""
+"""Different tiles; not a divisor of the number of tiles in a list."""
 
 
 @cache
 def packed_pool(head_dim: int) -> NativePool:
-    """A pool of tiles of 8 bits, full of random numbers; page 0 is not used."""
+    """A pool of 8-bit tiles with random numbers; page 0 is not used."""
     pages = PACKED_TILES + 1
     pool = NativePool(
         workers(0),
@@ -120,7 +120,7 @@ def packed_pool(head_dim: int) -> NativePool:
 
 @cache
 def packed_arena_of(memory: int, read: int, head_dim: int) -> Arena:
-    """As `arena_of`, but full of such tiles, again and again."""
+    """Like `arena_of`, but filled with repeated 8-bit tiles."""
     room, tiles = probe.host_memory(workers(0), memory), packed_pool(head_dim).tensor("tiles", 0)[0, 1:].flatten()
     for part in room.split(len(tiles)):
         part.copy_(tiles[: len(part)])
@@ -129,7 +129,7 @@ def packed_arena_of(memory: int, read: int, head_dim: int) -> Arena:
 
 @dataclass
 class Groups:
-    """Tasks of groups of heads: what of the tiles or entries each reads, and its queries."""
+    """Tasks of groups of heads: the tiles or entries that each reads, and its queries."""
 
     arena: Arena
     pieces: Tensor
@@ -155,11 +155,12 @@ class Groups:
         return pieces[self.tasks.pieces[int(self.tasks.first[i]) : int(self.tasks.first[i + 1])].long()]
 
     def judged(self, cell: Cell, sizes: Sizes, run: Callable[[probe.TaskList], int]) -> dict[str, Any]:
-        """The kernel over its tasks, beside the ceilings, and over tasks of the same sizes whose pieces a cache has."""
+        """Judge the kernel on its tasks against the ceilings; "cached" is its rate on equal tasks whose pieces lie in a
+        cache."""
         pool, memory, size = workers(cell.threads), self.arena.memory, self.pieces[0].nbytes
         readers = ceilings(memory, size, self.tasks, pool, probe.PLANS)
         near = probe.TaskList(self.tasks.pieces % (NEAR // size), self.tasks.first)
-        # The kernel comes last, so that what it wrote is what is looked at.
+        # The kernel runs last, so that the outputs are its results.
         kernels: dict[str, Contender] = {"cached": partial(run, near), "kernel": partial(run, self.tasks)}
         times = interleave({**readers, **kernels}, sizes.rounds)
         row = judge(times, "kernel", self.nbytes, streamed(self.arena.memory).numel())
@@ -194,7 +195,7 @@ def scan(cell: Cell, sizes: Sizes) -> dict[str, Any]:
 
 
 def select(cell: Cell, sizes: Sizes) -> dict[str, Any]:
-    """Scan, select and attention one after another, over the same tasks: the share that select has of the three."""
+    """Run scan, select and attention in sequence over the same tasks; the value is select's share of the time."""
     pool, isa, G = workers(cell.threads), cell.isa or isas()[-1], cell.group
     dense = Groups.of(Cell(**{**asdict(cell), "blk": 0}), sizes, 2, spread=ALIKE)
     tasks, tiles = dense.tasks, dense.arena.pieces(2, PAGE, cell.head_dim, dtype=DTYPES[cell.dtype])
@@ -203,7 +204,7 @@ def select(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     scores, heads = torch.empty(len(tasks.pieces) * G), torch.empty(len(tasks.pieces), dtype=torch.uint16)
     probe.score(pool, isa, dense.q, dense.pieces, tasks, scores)
     probe.select(pool, isa, scores, tasks.first, k, heads)
-    # Blocks of one task, wherever its tiles are: a task has a part of the memory, of as many tiles as it has blocks.
+    # Chosen blocks of each task. A task owns a part of the memory with as many tiles as it has blocks.
     chosen = [part.to(torch.int32).nonzero().flatten() for part in heads.split(blocks)]
     parts = len(tiles) // blocks
     lists = probe.TaskList.of([own + i % parts * blocks for i, own in enumerate(chosen)])
@@ -232,7 +233,7 @@ def select(cell: Cell, sizes: Sizes) -> dict[str, Any]:
 
 
 def append(cell: Cell, sizes: Sizes) -> dict[str, Any]:
-    """A prefill chunk written through: tiles, metadata of every level, moments."""
+    """Write a prefill chunk to the pool: tiles, metadata of every level, moments."""
     chunk = min(CHUNK, cell.context)
     tables, lengths = own_pages([min(sizes.tokens, cell.context)]), [chunk]
     pool = filled_pool(tables, lengths, cell.threads)
@@ -263,9 +264,9 @@ def append(cell: Cell, sizes: Sizes) -> dict[str, Any]:
 
 
 def layer(cell: Cell, sizes: Sizes) -> dict[str, Any]:
-    """A step of a batch: its time over what its bytes would take, the metadata streamed and the tiles scattered."""
-    # Of the step's requests the first one fills a page, which is then given its metadata; if all had one length, all
-    # would, which they do in one of 16 steps.
+    """A batch step: its time over the time that its bytes need, with metadata streamed and tiles scattered."""
+    # Lengths differ so that only the first request fills a page in this step and builds its metadata. With equal
+    # lengths all would, which is true of one step in 16.
     lengths = [cell.context - 1 - 2 * i for i in range(max(sizes.tokens // cell.context, 1))]
     tables = own_pages(lengths, cell.shuffled)
     pool = filled_pool(tables, lengths, cell.threads)
@@ -285,7 +286,7 @@ def layer(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     def scatter(plan: int) -> int:
         lists = steps.selections[turns[plan] % len(steps.selections)][1]
         turns[plan] += 1
-        flush(arena, pool.workers)  # as before a step: a large cache still has tiles that a stream has read
+        flush(arena, pool.workers)  # as before a step: a large cache still holds tiles that a stream has read
         return probe.scatter(pool.workers, isas()[-1], memory, tile_bytes, lists, probe.PLANS[plan])[0][0]
 
     read = streamed(memory)
@@ -298,7 +299,7 @@ def layer(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     times = interleave({**contenders, "kernel": lambda: flushed(arena, steps)}, sizes.rounds)
     streams, scatters = ([times[f"{kind} {i}"] for i in range(len(probe.PLANS))] for kind in ("stream", "scatter"))
     best_stream, best_scatter = min(streams, key=median), min(scatters, key=median)
-    # Sinks and windows are scattered tiles, too, of memory of their own.
+    # Sinks and windows are scattered tiles too, in memory of their own.
     scan_bytes, selected = counted["metadata_bytes"], len(steps.selections[0][1].pieces)
     attended = 1 + steps.resident_tiles / selected
     ideal = [a * scan_bytes / read.numel() + b * attended for a, b in zip(best_stream, best_scatter, strict=True)]
@@ -324,7 +325,7 @@ def empty(cell: Cell, sizes: Sizes) -> dict[str, Any]:
 
 
 def imbalance(cell: Cell, sizes: Sizes) -> dict[str, Any] | None:
-    """Lengths from 1K to the context: the time of the busiest worker over the mean, the median over steps."""
+    """Lengths from 1K to the context: time of the busiest worker over the mean, median over steps."""
     lengths = [n - 1 for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536) if n <= cell.context]
     tables = own_pages(lengths)
     steps = Steps(filled_pool(tables, lengths, cell.threads), tables, lengths, "fixed:16:0.05", spread=ALIKE)
@@ -346,7 +347,7 @@ def forked(cell: Cell, sizes: Sizes) -> dict[str, Any]:
 
 
 def sdpa(cell: Cell, sizes: Sizes) -> dict[str, Any]:
-    """torch's attention, of the selected KV as it likes it best: gathered, before the clock starts."""
+    """torch's attention on selected KV that was gathered before the clock starts, torch's best case."""
     arena = arena_of(sizes.memory, sizes.read)
     gathered = "sdpa bf16, with gather"
     rows = peers.measure(cell.context, cell.budget, sizes.rounds, arena, names=("sdpa bf16", "sdpa f32", gathered))

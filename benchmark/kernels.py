@@ -3,13 +3,13 @@
     python benchmark/kernels.py            # about 4 minutes on two cores
     python benchmark/kernels.py --quick    # small sizes, to see that it runs
     python benchmark/kernels.py --check    # measure again, and compare fractions with the bands of this machine
-    python benchmark/kernels.py --bands    # widen the bands by the results; with --fresh, make them anew
+    python benchmark/kernels.py --bands    # widen the bands by the results; with --fresh, start them anew
 
-Every row is interleaved with two ceilings in the same process: *stream*, memory read from end to end, and *scatter*,
-the very list of pieces that the row's kernel reads, read and nothing else (`probe.py`), each by the best of
-several plans and by the same threads; and with *cached*, the same kernel over tiles that the second cache has: what
-it computes when nothing has to be fetched. Rows say what they are held to, and how far the result is from float64.
-Results go to kernels.json in benchmark/results/<machine>, row by row; an interrupted run continues there.
+Every row is interleaved with two ceilings in the same process. *Stream* reads memory from end to end. *Scatter* only
+reads the pieces that the row's kernel reads, from the same list (`probe.py`). Both take the best of several plans, with
+the kernel's threads. *Cached* runs the same kernel over tiles in the second-level cache, which gives its speed of
+computing. Rows contain their bounds and the error against float64. Results go to kernels.json in
+benchmark/results/<machine>, row by row. An interrupted run continues there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cells import Cell, default_cells, quick_cells  # noqa: E402
 from judged import Sizes, measure  # noqa: E402
 
 TOLERANCE = 0.10
-"""How much worse than its band a fraction may be, as a share of it. Times have no bands."""
+"""How much worse than its band a fraction may be, relative to the band. Times have no bands."""
 TRIES = 2
 
 
@@ -69,10 +69,10 @@ def better_high(name: str) -> bool:
 
 
 def bands(data: dict[str, Any], known: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What `check` compares with: of every row the worst of its fractions in the results and in the bands `known`.
+    """Bands for `check`: for every row, the worst fractions in the results and in the bands `known`.
 
-    On a shared machine the memory is faster at some times than at others and the cores are not, so that a kernel that
-    computes more than it reads has another fraction at every time: bands are made of several runs.
+    On a shared machine, the speed of the memory varies and that of the cores does not. Fractions of a kernel that
+    computes more than it reads therefore vary over time, and bands need several runs.
     """
     worst = {row["key"]: dict(row) for row in (known or {"rows": []})["rows"]}
     for row in data["rows"]:
@@ -84,7 +84,7 @@ def bands(data: dict[str, Any], known: dict[str, Any] | None = None) -> dict[str
 
 
 def fell_out(rows: list[dict[str, Any]], held: dict[str, Any]) -> dict[str, str]:
-    """By key the rows that are worse than their bands, a sentence each."""
+    """One sentence for every row that is worse than its band, by key."""
     found = {}
     limits = {row["key"]: row for row in held["rows"]}
     for row in rows:
@@ -99,13 +99,13 @@ def fell_out(rows: list[dict[str, Any]], held: dict[str, Any]) -> dict[str, str]
 
 
 def without_band(rows: list[dict[str, Any]], held: dict[str, Any]) -> list[str]:
-    """Keys of the rows that nothing is compared with."""
+    """Keys of the rows without a band."""
     limits = {row["key"]: row for row in held["rows"]}
     return [row["key"] for row in rows if not row["judged"].keys() & limits.get(row["key"], {}).keys()]
 
 
 def check(data: dict[str, Any], held: dict[str, Any], cells: list[Cell], sizes: Sizes) -> list[str]:
-    """Sentences about rows that are out of their bands in these results and in each of TRIES further measurements."""
+    """Sentences about rows that are outside their bands in these results and in all of TRIES further measurements."""
     out = fell_out(data["rows"], held)
     for _ in range(TRIES):
         again = [measure(cell, sizes) for cell in cells if cell.key in out]

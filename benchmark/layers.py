@@ -26,14 +26,14 @@ Q_HEADS = KV_HEADS * GROUP
 SCALE = HEAD_DIM**-0.5
 CHUNK = 4096
 VARIANTS = 4
-"""Steps that take turns, each with queries of its own."""
+"""Steps that take turns, each with its own queries."""
 
 
 def filled_pool(
     tables: list[Tensor], lengths: list[int], threads: int = 0, canary: float = 0.0, sketched: bool = False
 ) -> HostPool:
-    """A pool of one layer that holds requests of `lengths` tokens, a row of pages each; pages that rows have in common
-    are written once."""
+    """A pool of one layer with requests of `lengths` tokens. tables: page ids of each request; shared pages are written
+    once."""
     pages = int(max(int(row.max()) for row in tables))
     shape = KVShape(1, KV_HEADS, HEAD_DIM, torch.bfloat16, sketched=sketched)
     pool = HostPool(shape, pages * PAGE, Placement(), workers(threads), canary=canary)
@@ -47,14 +47,14 @@ def filled_pool(
                 continue
             written.add(place)
             n = min(CHUNK, length - start)
-            # The same numbers with other signs: no two chunks score alike.
+            # The same numbers with random signs, so that no two chunks get equal scores.
             signs = torch.randint(0, 2, (1, KV_HEADS, HEAD_DIM), generator=random).mul(2).sub(1).to(torch.bfloat16)
             pool.append(0, row, start, k[:n] * signs, v[:n] * signs)
     return pool
 
 
 def own_pages(lengths: list[int], shuffled: bool = True) -> list[Tensor]:
-    """A row of page ids a request, as a busy allocator deals them or in order."""
+    """Page ids of each request: random, as from a long-used allocator, or in order."""
     sizes = [-(-(n + 1) // PAGE) for n in lengths]
     ids = (
         torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(0)) if shuffled else torch.arange(sum(sizes))
@@ -63,10 +63,10 @@ def own_pages(lengths: list[int], shuffled: bool = True) -> list[Tensor]:
 
 
 class Steps:
-    """A step of `lengths` tokens that is repeated, a variant of the queries each time.
+    """A repeated decode step after `lengths` tokens; the variants of the queries take turns.
 
     Args:
-        spread: of a group's heads (`roofline.queries`). apart: the same among requests, 1: independent.
+        spread: among the heads of a group (`roofline.queries`). apart: the same among requests; 1: independent.
         sharing: whether requests read a common prefix together; None: the engine's default.
     """
 
@@ -136,7 +136,7 @@ class Steps:
 
     @cached_property
     def selections(self) -> list[tuple[dict[int, Tensor], probe.TaskList]]:
-        """Of every variant what its tasks read: pages by b * H + h; the same as pieces of the pool's tiles."""
+        """What the tasks of every variant read: pages by b * H + h, and the same as pieces of the pool's tiles."""
         native, found = self.engine.native, []
         batch = len(self.lengths)
         pages = torch.empty(max(map(len, self.tables)), dtype=torch.int32)
@@ -152,7 +152,7 @@ class Steps:
         return found
 
     def error(self) -> float:
-        """Of the groups of the first request, beside float64 over the pages that were read."""
+        """Error of the first request's groups against float64 over the pages that were read."""
         before = next(self._turn)
         self._turn = count(0)
         self.run()
@@ -176,7 +176,8 @@ class Steps:
 
 
 def empty_step_ns(calls: int = 400) -> tuple[list[int], list[int]]:
-    """A step of one request of one token, no tasks: native begin and finish; with the policy and Python."""
+    """Nanoseconds of a step with one token and no tasks: native begin and finish, and the same with policy and
+    Python."""
     tables, lengths = own_pages([1]), [1]
     steps = Steps(filled_pool(tables, lengths), tables, lengths, "full")
     engine, q = steps.engine, steps.q[0]
@@ -194,11 +195,11 @@ def empty_step_ns(calls: int = 400) -> tuple[list[int], list[int]]:
 
 
 def flush(arena: Arena, workers: Workers) -> None:
-    """Fill caches with other memory."""
+    """Fill the caches with other memory."""
     probe.stream(workers, isas()[-1], arena.memory[: beyond_caches(1 << 27)], probe.PLANS[0])
 
 
 def flushed(arena: Arena, steps: Steps) -> int:
-    """A step after caches were filled with other memory."""
+    """Nanoseconds of a step that starts with flushed caches."""
     flush(arena, steps.pool.workers)
     return steps.run()

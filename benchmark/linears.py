@@ -1,14 +1,13 @@
-"""Linear layers of a decode step: ours, what memory gives, and what one would use instead, interleaved in one process.
+"""Linear layers of a decode step: ours, a stream of memory, and other libraries, interleaved in one process.
 
     python benchmark/linears.py            # about three minutes; needs nothing beyond what SGLang brings
     python benchmark/linears.py --quick
 
-Weights are bfloat16, in memory that torch allocated and in huge pages, as a server with the flag has them, ours packed
-where it packs them, and larger than all caches: a run goes over several copies. The stream reads as much in the way
-that is fastest (`probe.PLANS`).
-Peers multiply the same rows: torch's linear, oneDNN with weights that it has packed beforehand, and ggml_mul_mat of
-llama.cpp where llama-cpp-python is installed. So do ours with weights of 8 and 4 bits, in as many copies as are larger
-than the caches: `of_stream` is of their own bytes. Results go to linears.json in benchmark/results/<machine>.
+Weights are bfloat16 in huge pages, as in a server with the flag, and packed where the server packs them. A run
+multiplies several copies, which together exceed all caches. The stream reads as many bytes with the fastest plan
+(`probe.PLANS`). Peers multiply the same rows: torch's linear, oneDNN with weights packed beforehand, and llama.cpp's
+ggml_mul_mat if llama-cpp-python is installed. Our layers with 8-bit and 4-bit weights take part, with enough copies to
+exceed the caches; their `of_stream` counts their own bytes. Results go to linears.json in benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from fluxion_sglang.native import NativeLayers
 from fluxion_sglang.weights.quantised import Format, Quantised, pack, slices
 
 SHAPES = ((2816, 1024), (1024, 2816), (4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (128256, 4096))
-"""Outputs and inputs: layers of a model of 111 million parameters, and of Llama-3.1-8B."""
+"""Outputs and inputs of layers: of a model with 111 million parameters, and of Llama-3.1-8B."""
 ROWS = (1, 2, 4, 8, 16, 32)
 QUICK_SHAPES, QUICK_ROWS = ((1024, 512),), (1, 4)
 
 FORMATS = {"ours, 8 bits": Format(8, 32, minima=False), "ours, 4 bits": Format(4, 32, minima=True)}
-"""What fluxion-int8 makes, and what most GGUF files have."""
+"""Format that fluxion-int8 produces, and the one of most GGUF files."""
 
 Layer = Callable[[], Tensor]
 
@@ -56,7 +55,7 @@ def copies_of(weight: Tensor, count: int) -> list[Tensor]:
 
 
 def packed(native: NativeLayers, weights: list[Tensor]) -> list[Tensor]:
-    """Copies of the weights, packed, or the same ones if a server leaves them in rows."""
+    """Packed copies of the weights; the weights themselves if a server leaves them unpacked."""
     if not native.gains_from_packing(weights[0]):
         return weights
     found = copies_of(weights[0], len(weights))
@@ -66,7 +65,7 @@ def packed(native: NativeLayers, weights: list[Tensor]) -> list[Tensor]:
 
 
 def layers(native: NativeLayers, own: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor) -> dict[str, list[Layer]]:
-    """Who computes x weights^T, once for every copy of the weights, of which we have `own`."""
+    """Implementations of x weights^T, one call per copy of the weights. own: copies for ours, packed or not."""
     order = None if own is weights else torch.ones(1, dtype=torch.int32)
     found: dict[str, list[Layer]] = {
         "ours": [partial(native.linear, x, w, order=order) for w in own],
@@ -85,8 +84,8 @@ def layers(native: NativeLayers, own: Sequence[Tensor], weights: Sequence[Tensor
 def quantised(
     native: NativeLayers, weight: Tensor, x: Tensor, least: int
 ) -> dict[str, tuple[Tensor, int, list[Layer]]]:
-    """By format the first 4,096 outputs of the weight that is multiplied, float32; the weight's bytes; and a layer for
-    each of its copies."""
+    """By format: the first 4,096 outputs of the weight in use (float32), the weight's bytes, and a layer for each
+    copy."""
     found = {}
     for name, form in FORMATS.items():
         made = [grid(weight[rows], form) for rows in slices(*weight.shape)]
@@ -98,7 +97,7 @@ def quantised(
 
 
 def grid(weight: Tensor, form: Format) -> Quantised:
-    """The weight on the grid between the least and the largest of a group, or around 0."""
+    """The weight quantised per group: between its minimum and maximum, or symmetric around 0."""
     groups = weight.float().unflatten(1, (-1, form.group))
     if form.minima:
         least = groups.amin(-1)
@@ -124,7 +123,7 @@ def measure(outputs: int, inputs: int, rows: Sequence[int], rounds: int, least: 
     weights = copies_of(weight, copies)
     native = NativeLayers(workers(0))
     own = packed(native, weights)
-    # A plan's own, so that no stream finds in a cache what the one before it has read.
+    # Each plan has its own memory, so that no stream finds data of the previous one in a cache.
     memories = {plan: probe.host_memory(workers(0), least).fill_(1) for plan in probe.PLANS}
     found = []
     for count in rows:

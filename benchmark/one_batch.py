@@ -4,12 +4,12 @@
     python benchmark/one_batch.py --quick    # short prompts, to see that it runs
     python benchmark/one_batch.py --device cuda   # on a GPU; --device sim is the simulated one, to see that it runs
 
-A cell is one process of one_batch: one model and one length, with the flag or without it. With it, all policies decode
-on one prefill, in turns (decode_turns.py). Results go to one_batch_MODEL.json in benchmark/results/<machine>, or with
---name to one_batch_NAME.json, cell by cell; an interrupted run continues there. A file that differs in commit,
-versions, machine, device, configuration, policies or batches is refused, unless --fresh starts it over. Where passes
-run on a device, rows say how long it waited for the CPU, and the layers of the longest prompt's last steps go to
-one_batch_NAME_timeline.json, drawn beside it (plot.py).
+A cell is one process of one_batch with one model and one length, with or without the flag. With the flag, all policies
+decode in turns after one prefill (decode_turns.py). Results go to one_batch_MODEL.json in benchmark/results/<machine>,
+or with --name to one_batch_NAME.json, cell by cell. An interrupted run continues there. A file that differs in commit,
+versions, machine, device, configuration, policies or batches is refused unless --fresh is given. If passes run on a
+device, rows contain its wait for the CPU. The layers of the longest prompt's last steps go to
+one_batch_NAME_timeline.json, plotted beside it (plot.py).
 """
 
 from __future__ import annotations
@@ -38,40 +38,41 @@ from fluxion_sglang.kv.host_pool import KVShape
 from fluxion_sglang.scoring.model_files import public
 
 BEST_FIXED = "fixed:16:0.80"
-"""The fixed policy that comes near the answers of `fluxion` at the least bytes; none is as good (table `large`)."""
+"""The fixed policy with the fewest bytes whose answers come near those of `fluxion`; none is as good (table
+`large`)."""
 
 OFF = "off"
 POLICIES = (OFF, "full", "fixed:16:0.05", BEST_FIXED, "fluxion")
 MODELS = ("llama-slice", "needle")
 SECOND = "second"
-"""The model of another shape that quality is measured on, too: `needle_model --recipe second` into build/second."""
+"""A second model, of another shape, for quality and speed: `needle_model --recipe second` in build/second."""
 PUBLIC = ("smollm2", "gemma3")
-"""Those of `make checkpoints`."""
+"""Checkpoints from `make checkpoints`."""
 LARGE = ("llama-3.1-8b", "qwen2.5-7b")
-"""Shapes with random weights, for --device cuda: `drawn` is there what `fluxion` is to a trained model."""
+"""Shapes with random weights for --device cuda. `drawn` replaces `fluxion` there, which needs a trained model."""
 ON_DEVICE = {
     "policies": (OFF, "fixed:16:0.05", "drawn"),
     "batches": (4, 8, 16),
     "lengths": (32768, 65536, 131072 - 1024),
 }
-"""What --device cuda measures, in the shape of Fluxion's Fig. 7 and Table 5."""
+"""Cells of --device cuda, as in Fluxion's Fig. 7 and Table 5."""
 BATCHES = (1, 4, 8)
-# The needle model ends at 32,768 positions, and the generated tokens take their part.
+# The needle model has 32,768 positions, which include the generated tokens.
 LENGTHS = (8192, 16384, 32256)
 QUICK_LENGTHS = (2048, 4096)
 OFF_LONGEST = 16384
-"""Tokens of the longest prompts that plain SGLang decodes: longer ones take it the better part of an hour."""
+"""Longest prompts that plain SGLang decodes; longer ones take it almost an hour."""
 TURNS = 5
 STEPS = 6
-"""Of a turn; the first of them does not count."""
+"""Steps of a turn; the first does not count."""
 
 
 TIMELINE = "timeline.jsonl"
-"""What a cell on a device leaves in its folder."""
+"""File that a cell on a device leaves in its folder."""
 
 
 def decoded(policies: int, batches: int) -> int:
-    """Tokens that a request of the smallest batch decodes in a cell of so many policies and batches."""
+    """Tokens that a request of the smallest batch decodes in a cell with `policies` policies and `batches` batches."""
     return batches * TURNS * STEPS * policies
 
 
@@ -81,17 +82,17 @@ def model_folder(model: str) -> Path:
 
 
 def serves(model: str, policy: str) -> bool:
-    """Whether the model has what the policy needs: `fluxion` a predictor."""
+    """Whether the model has what the policy needs: `fluxion` needs a predictor."""
     return not policy.startswith("fluxion") or (model_folder(model) / common.PREDICTOR.name).is_dir()
 
 
 def those_that_fit(model: str, policies: list[str], length: int, batches: Sequence[int], device: str) -> list[int]:
-    """The batches whose KV there is memory for, the device's for plain SGLang; a line for each of the others."""
+    """Batches whose KV fits into memory (the device's memory for plain SGLang). Print a line for each of the others."""
     shape = kv_shape(json.loads((model_folder(model) / "config.json").read_text()))
     tokens = length + decoded(len(policies), len(batches))
     room = 0.8 * available_host_memory_bytes(allow_cgroup_fallback=True)
     if device == "cuda" and policies == [OFF] and (gpu := common.gpu()) is not None:
-        room = 0.6 * gpu[1]  # the rest is for weights and SGLang's own
+        room = 0.6 * gpu[1]  # the rest is for weights and SGLang's buffers
     shape = replace(shape, sketched=any(policy.startswith("sketch") for policy in policies))
     fit = [batch for batch in batches if shape.pool_bytes(batch * tokens) < room]
     for batch in batches:
@@ -101,7 +102,7 @@ def those_that_fit(model: str, policies: list[str], length: int, batches: Sequen
 
 
 def kv_shape(config: dict[str, Any]) -> KVShape:
-    """Of a model's config.json, in bfloat16."""
+    """KV shape of a model's config.json, in bfloat16."""
     heads = config["num_attention_heads"]
     return KVShape(
         layers=config["num_hidden_layers"],
@@ -112,14 +113,14 @@ def kv_shape(config: dict[str, Any]) -> KVShape:
 
 
 def stream(prompt: NeedlePrompt, tokens: int) -> list[int]:
-    """The answer to the prompt's question, then more of its questions, each with its answer."""
+    """The answer to the prompt's question, then its other questions, each with its answer."""
     parts = [prompt.questions[0].answer_ids]
     parts += [(*question.token_ids, *question.answer_ids) for question in prompt.questions[1:]]
     return list(itertools.islice(itertools.cycle(itertools.chain.from_iterable(parts)), tokens))
 
 
 def passages(folder: Path, length: int, steps: int, count: int) -> tuple[list[str], list[list[int]]]:
-    """Lines of real text that are prompts of `length` tokens, and the `steps` tokens after each."""
+    """Lines of real text as prompts of `length` tokens, and the `steps` tokens that follow each."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -132,7 +133,7 @@ def passages(folder: Path, length: int, steps: int, count: int) -> tuple[list[st
         if at + size + steps > len(tokens):
             raise SystemExit(f"error: the text is too short for {count} prompts of {length} tokens")
         line = tokenizer.decode(tokens[at : at + size]).strip()
-        if len(tokenizer(line)["input_ids"]) == length:  # a word that is cut may be other tokens
+        if len(tokenizer(line)["input_ids"]) == length:  # a cut word may be tokenised differently
             lines.append(line)
             forced.append(tokens[at + size : at + size + steps])
             at += size
@@ -141,7 +142,7 @@ def passages(folder: Path, length: int, steps: int, count: int) -> tuple[list[st
 
 
 def command(cell: dict[str, Any], scratch: Path) -> list[str]:
-    """The command line of a cell; every prompt has exactly `length` tokens."""
+    """Command line of a cell; every prompt has exactly `length` tokens."""
     model, policies, length = cell["model"], cell["policies"], cell["length"]
     batches = sorted(cell["batches"], reverse=True)
     largest = batches[0]
@@ -149,10 +150,10 @@ def command(cell: dict[str, Any], scratch: Path) -> list[str]:
     run += ["--policies", ",".join(policies), "--turns", str(TURNS), "--steps", str(STEPS)]
     run += ["--device", "cuda" if cell["device"] == "cuda" else "cpu", "--max-running-requests", str(largest)]
     run += ["--model-path", str(model_folder(model))]
-    if cell["device"] == "cuda":  # what every SGLang has; the same for both sides
+    if cell["device"] == "cuda":  # packages that every SGLang has; the same for both sides
         run += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
         if policies == [OFF]:
-            # Graphs of the batches that are measured. Those of prefill are for shorter chunks.
+            # Graphs of the measured batches. Prefill graphs are for shorter chunks.
             run += ["--attention-backend", "flashinfer", "--cuda-graph-backend-prefill", "disabled"]
             run += ["--cuda-graph-bs-decode", *map(str, sorted(batches))]
     steps = decoded(len(policies), len(batches))
@@ -172,7 +173,7 @@ def command(cell: dict[str, Any], scratch: Path) -> list[str]:
     if policies == [OFF]:
         run += ["--max-total-tokens", str(tokens)]
     else:
-        # decode_turns.py gives every step its policy.
+        # decode_turns.py sets the policy of every step.
         config = {"policy": "full" if policies[0] == drawn.SPEC else policies[0], "host_tokens": tokens}
         config |= {"sketches": any(policy.startswith("sketch") for policy in policies)} | cell["config"]
         run += ["--enable-fluxion", "--fluxion-config", json.dumps(config)]
@@ -181,9 +182,9 @@ def command(cell: dict[str, Any], scratch: Path) -> list[str]:
 
 
 def idle(found: dict[str, Any], policy: str) -> dict[str, float]:
-    """What the device waited for the CPU: milliseconds a layer, and as a share of the steps (Fluxion, Table 5).
+    """How long the device waits for the CPU: milliseconds per layer, and share of the steps' time (Fluxion, Table 5).
 
-    With `hot_tiles_gb` also the share of all tiles that it read.
+    With `hot_tiles_gb`, also the share of all tiles that the device reads.
     """
     if "device_wait_s" not in found:
         return {}
@@ -197,7 +198,7 @@ def idle(found: dict[str, Any], policy: str) -> dict[str, float]:
 
 
 def save_timeline(cell: dict[str, Any], scratch: Path, path: Path) -> None:
-    """What a cell recorded, if it did, in the place of what a cell before it recorded; and drawn."""
+    """Save and plot the timeline of a cell, if it recorded one; it replaces an earlier cell's."""
     recorded = scratch / TIMELINE
     if not recorded.exists():
         return
@@ -270,7 +271,7 @@ def main() -> None:
 
 
 def run(model: str, args: argparse.Namespace) -> None:
-    """Every cell of a model that its result file does not have yet."""
+    """Measure every cell of a model that its result file lacks."""
     path = common.result_path(args, f"one_batch_{args.name or model}")
     policies = [policy for policy in args.policies if serves(model, policy)]
     settings = {"policies": policies, "batches": list(args.batches), "device": args.device, "config": args.config}
@@ -293,7 +294,7 @@ def run(model: str, args: argparse.Namespace) -> None:
     ]
     with tempfile.TemporaryDirectory(prefix="fluxion-one-batch-") as folder:
         scratch = Path(folder)
-        # Long prompts cost most, and the bar's estimate should know.
+        # Long prompts cost most, so the progress bar counts length squared.
         with tqdm(
             total=sum(cell["length"] ** 2 for cell in cells), bar_format="{l_bar}{bar}| {elapsed}<{remaining}"
         ) as bar:
@@ -303,7 +304,7 @@ def run(model: str, args: argparse.Namespace) -> None:
                     common.memory_read_gb_per_s(data["machine"]["cores"])
                 )
                 data["rows"] += measure(cell, scratch)
-                common.save(path, data)  # before what may fail
+                common.save(path, data)  # save before steps that may fail
                 save_timeline(cell, scratch, path)
                 bar.update(cell["length"] ** 2)
     if not data["rows"]:

@@ -1,13 +1,13 @@
-"""The same attention by what one would pick instead, interleaved with ours in one process.
+"""The same attention by other implementations, interleaved with ours in one process.
 
     python benchmark/peers.py            # about a minute; needs nothing beyond what SGLang brings
     python benchmark/peers.py --quick
 
-Two kinds of work, in the shape of a layer of Llama-3.1-8B: the pages that every group of a batch selected, and a whole
-context. Each peer gets KV in the layout it likes best, made beforehand; "with gather" counts the copy of the selected
-pages into it as well, which nobody who selects anew at every step can do without. Peers that are installed take part:
-torch, SGLang's torch_native backend, onnxruntime with onnx for its GroupQueryAttention, and llama-cpp-python for
-llama.cpp's ggml_flash_attn_ext. Results go to peers.json in benchmark/results/<machine>.
+There are two kinds of work, in the shape of a layer of Llama-3.1-8B: the pages that every group of a batch selected,
+and a whole context. Each peer gets KV in its preferred layout, prepared beforehand. "with gather" includes the copy of
+the selected pages into that layout, which is unavoidable when every step selects anew. Peers take part if they are
+installed: torch, SGLang's torch_native backend, onnxruntime with onnx for its GroupQueryAttention, and llama-cpp-python
+for llama.cpp's ggml_flash_attn_ext. Results go to peers.json in benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SCALE = HEAD_DIM**-0.5
 
 @dataclass
 class Work:
-    """Attention of B requests: q [B, H, G, D], and the tiles that each of their groups reads, all as many."""
+    """Attention of B requests: q [B, H, G, D], and the tiles that each group reads. All groups read the same number."""
 
     arena: Arena
     tasks: probe.TaskList
@@ -65,7 +65,7 @@ class Work:
 
     @classmethod
     def of(cls, arena: Arena, context: int, budget: float) -> Work:
-        """budget 1: the whole context, in one run."""
+        """budget: share of the context; 1: the whole context in one run."""
         tile_bytes = 2 * PAGE * HEAD_DIM * 2
         dense = budget == 1
         lists = page_lists(arena, tile_bytes, context, budget, 0 if dense else 16)
@@ -86,7 +86,7 @@ class Work:
         return len(self.tasks.pieces) * self.tiles[0].nbytes
 
     def gather(self, k: Tensor, v: Tensor) -> None:
-        """Copy what is read into k, v [B, H, n, D]."""
+        """Copy the tiles that are read into k, v [B, H, n, D]."""
         for part, to in enumerate((k, v)):
             torch.index_select(self.tiles[:, part], 0, self.tasks.pieces, out=to.view(-1, PAGE, HEAD_DIM))
 
@@ -98,17 +98,18 @@ class Work:
         return k, v
 
     def error(self, o: Tensor) -> float:
-        """Of the first group; o [B, H, G, D]."""
+        """Error of the first group; o [B, H, G, D]."""
         k, v = self.kv
         return error(o[0, 0], exact_attention(self.q[0, 0], k[0, 0], v[0, 0], SCALE))
 
 
 Peer = Callable[[], Tensor]
-"""Does the work; o [B, H, G, D]."""
+"""Computes the work; returns o [B, H, G, D]."""
 
 
 def sdpa(work: Work, dtype: torch.dtype, *, gather: bool = False, fold: bool = True) -> Peer:
-    """torch's attention: with the heads of a group as queries of one head (fold), or with its enable_gqa."""
+    """torch's attention; fold: the heads of a group are queries of one head. Otherwise torch's enable_gqa handles
+    groups."""
     B, q = work.batch, work.q.to(dtype)
     if not fold:
         q = q.view(B, KV_HEADS * GROUP, 1, HEAD_DIM)
@@ -128,13 +129,13 @@ def sdpa(work: Work, dtype: torch.dtype, *, gather: bool = False, fold: bool = T
 
 
 def torch_native(work: Work) -> Peer:
-    """The decode function of SGLang's backend torch_native, which gathers tokens of a pool [tokens, H, D] itself."""
+    """Decode function of SGLang's backend torch_native, which gathers tokens from a pool [tokens, H, D] itself."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     backend = TorchNativeAttnBackend.__new__(TorchNativeAttnBackend)
     k, v = work.kv
     B, n = work.batch, k.shape[2]
-    # The selected pages lie anywhere in SGLang's pool, too.
+    # The selected pages are scattered in SGLang's pool too.
     places = torch.randperm(B * n // PAGE, generator=torch.Generator().manual_seed(0))
     slots = (places[:, None] * PAGE + torch.arange(PAGE)).view(B, n)
     pools = []
@@ -166,7 +167,7 @@ PEERS: dict[str, Callable[[Work], Peer]] = {
     "ggml flash_attn_ext f16": lambda work: GgmlAttention(work.q, *work.kv, SCALE),
 }
 PACKAGES = {"onnxruntime": ("onnx", "onnxruntime"), "ggml": ("llama_cpp",)}
-"""What a peer needs, by the first word of its name, where it is more than SGLang brings."""
+"""Packages that a peer needs beyond SGLang's dependencies, by the first word of its name."""
 
 
 def installed(name: str) -> bool:
@@ -176,7 +177,7 @@ def installed(name: str) -> bool:
 def measure(
     context: int, budget: float, rounds: int, arena: Arena, names: tuple[str, ...] = tuple(PEERS)
 ) -> list[dict[str, Any]]:
-    """A row a peer; over_ours is the median over rounds of its time over ours."""
+    """One row per peer; over_ours is the median over rounds of its time over ours."""
     work = Work.of(arena, context, budget)
     pool, isa = workers(0), isas()[-1]
     threads = torch.get_num_threads()

@@ -1,11 +1,11 @@
-"""Draws the plots of README.md and docs/ from result files; needs matplotlib.
+"""Draw the plots of README.md and docs/ from result files; needs matplotlib.
 
-    python benchmark/plot.py          # an svg beside each result file whose plot a page shows, and the first picture
-    python benchmark/plot.py FILE...  # beside these
+    python benchmark/plot.py          # an svg beside each result file whose plot a page shows, and the overview
+    python benchmark/plot.py FILE...  # an svg beside each of these
 
-Of one_batch.py and attention.py: time against prompt length, a panel a model and batch. Of kernels.py: rows beside
-ceilings. Of race.py: steps against depth. Of a timeline of one_batch.py: where the time of decode steps goes on a
-device and beside it, layer by layer.
+one_batch.py and attention.py: time against prompt length, a panel per model and batch. kernels.py: rows beside
+ceilings. race.py: steps against depth. Timelines of one_batch.py: the time of decode steps on a device and on the CPU,
+layer by layer.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rendering import Data, Row, medians
 from fluxion_sglang.device.timeline import LayerTimes, clock_offset
 
 TIMES = {"tpot_ms": "TPOT (ms)", "attention_ms": "attention (ms a layer)"}
-"""What of a file's rows is drawn against length, and the name of its axis."""
+"""Columns that are plotted against length, with their axis labels."""
 
 
 def pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("svg")
-    # No time stamps and stable ids: the same data gives the same file.
+    # No time stamps and stable ids, so that equal data gives equal files.
     matplotlib.rcParams.update({"svg.hashsalt": "fluxion", "svg.fonttype": "none", "font.size": 9})
     import matplotlib.pyplot as plt
 
@@ -45,7 +45,7 @@ def save(figure: Any, path: Path, description: str | None = None, **options: Any
 
 
 def line(axis: Any, rows: Iterable[Row], x: str, value: str, **options: Any) -> tuple[list[float], list[float]]:
-    """Medians of `value` against x in units of 1,024; what was drawn."""
+    """Plot medians of `value` against x in units of 1,024; return the plotted points."""
     of = next(iter(medians(rows, (), x, value)), {})
     places = sorted(of)
     at, values = [n / 1024 for n in places], [of[n] for n in places]
@@ -72,7 +72,7 @@ def draw_lengths(data: Data, path: Path) -> None:
 
 
 def draw_roofline(data: Data, path: Path) -> None:
-    """A bar a row of kernels.json: what it reads in a second, and what is read in a second without computing."""
+    """A bar per row of kernels.json: its bytes per second, beside those of reading without computing."""
     rows = [row for row in data["rows"] if row["gb_per_s"] and "scatter" in row][::-1]
     places = range(len(rows))
     figure, axis = pyplot().subplots(figsize=(8, 1 + 0.22 * len(rows)))
@@ -89,7 +89,7 @@ def draw_roofline(data: Data, path: Path) -> None:
 
 
 def draw_race(data: Data, path: Path) -> None:
-    """A panel a model of several depths and batch, a line an implementation."""
+    """A panel per model with several depths and per batch, a line per implementation."""
     rows = [row for row in data["rows"] if "decode_ms" in row]
     depths_of = {model: {row["depth"] for row in rows if row["model"] == model} for model in data["models"]}
     rows = [row for row in rows if len(depths_of[row["model"]]) > 1]
@@ -120,17 +120,17 @@ LANES = {
     "plan": ("CPU", "C1"),
     "middle": ("CPU", "C2"),
 }
-"""What is drawn: its lane (the model's stream, or the CPU beside it) and colour."""
+"""Plotted parts: their lane (the model's stream or the CPU) and colour."""
 SHOWN_LAYERS = 12
-"""The first of the last step: more cannot be told apart."""
+"""Layers shown from the last step; more would be indistinguishable."""
 Bars = list[tuple[float, float]]
 """Begin and length in microseconds."""
 
 
 def bars(steps: Sequence[Sequence[LayerTimes]]) -> tuple[dict[str, Bars], float]:
-    """What is drawn, from the first layer's publication on, and the error of the clocks in microseconds.
+    """Bars by part, relative to the first layer's publication, and the error of the clocks in microseconds.
 
-    The device's clock is moved onto the host's, as exactly as `clock_offset` can.
+    The device's clock is shifted onto the host's with the accuracy of `clock_offset`.
     """
     layers = [layer for step in steps for layer in step]
     offset, error = clock_offset(layers)
@@ -139,7 +139,7 @@ def bars(steps: Sequence[Sequence[LayerTimes]]) -> tuple[dict[str, Bars], float]
     def bar(begin: int, end: int, since: int = start) -> tuple[float, float]:
         return (begin - since) / 1e3, (end - begin) / 1e3
 
-    here = start - offset  # the same moment by the device's clock
+    here = start - offset  # the same moment on the device's clock
     found = {
         "queries, residents": [bar(layer.published, layer.wait_begin, here) for layer in layers],
         "wait": [bar(layer.wait_begin, layer.wait_end, here) for layer in layers],
@@ -150,7 +150,7 @@ def bars(steps: Sequence[Sequence[LayerTimes]]) -> tuple[dict[str, Bars], float]
 
 
 def draw_timeline(data: Data, path: Path) -> None:
-    """A panel a row of the file."""
+    """A panel per row of the file."""
     rows = data["rows"]
     figure, axes = pyplot().subplots(len(rows), 1, figsize=(12, 0.6 + 1.7 * len(rows)), squeeze=False)
     for axis, row in zip(axes[:, 0], rows, strict=True):
@@ -169,15 +169,15 @@ def draw_timeline(data: Data, path: Path) -> None:
     save(figure, path)
 
 
-# The picture of README.md: what answers and steps of a public model cost
+# Overview of README.md: cost of answers and time of steps with a public model
 
 OVERVIEW = common.ROOT / "docs" / "assets" / "overview.svg"
 SHOWN = [common.RESULTS / "amd-epyc-2-cores-zen4" / f"{name}_smollm2.json" for name in ("quality", "one_batch")]
-"""What policies cost in perplexity on real text, and times of steps."""
+"""Result files of perplexity on real text, and of step times."""
 INK = "#808890"  # readable on white and on black
 SKETCH, FULL, OTHERS = "#3a9d5d", "#e07b39", INK
 TOP = 5.5
-"""Percent of perplexity that the picture shows; what costs more is named at its top."""
+"""Percent of perplexity that the plot shows; policies beyond it are listed at its top."""
 
 
 def draw_overview() -> None:
@@ -199,12 +199,12 @@ def draw_overview() -> None:
 
 
 def origin(*results: Data) -> str:
-    """What the picture says of its results: a test tells by it that they are not older than the files."""
+    """Origin of the results, stored in the plot. A test compares it with the files to find an outdated plot."""
     return ", ".join(f"{data['benchmark']} of commit {data['commit']}" for data in results)
 
 
 def _answers(axis: Any, data: Data) -> None:
-    """Perplexity of a policy over that of `full`, and what it reads, at the longest prompt."""
+    """Perplexity of policies relative to `full` against the KV that they read, at the longest prompt."""
     length = max(row["length"] for row in data["rows"])
     rows = {row["policy"]: row for row in data["rows"] if row["length"] == length}
     whole = rows["full"]["score"]
@@ -243,7 +243,7 @@ def _steps(axis: Any, data: Data) -> None:
 
 
 def drawer(path: Path) -> Any:
-    """How a result file is drawn; None if it is not."""
+    """Function that draws a result file; None if there is none."""
     if path.stem.endswith("_timeline"):
         return draw_timeline
     if path.stem.startswith("one_batch_"):
@@ -252,7 +252,7 @@ def drawer(path: Path) -> Any:
 
 
 def shown() -> list[Path]:
-    """The result files whose plots README.md and the documentation show."""
+    """Result files whose plots README.md and the documentation show."""
     pages = [common.ROOT / "README.md", *common.ROOT.glob("docs/**/*.md")]
     found = {path for page in pages for path in re.findall(r"benchmark/results/[\w./-]+\.svg", page.read_text())}
     return [common.ROOT / path.removesuffix(".svg") for path in sorted(found)]

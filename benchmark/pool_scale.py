@@ -1,20 +1,21 @@
-"""What grows with the number of tokens in a host pool, from 100,000 to 10 million.
+"""Costs that depend on the number of tokens in a host pool, from 100,000 to 10 million.
 
     python benchmark/pool_scale.py            # about three minutes, and 6 GiB of memory
     python benchmark/pool_scale.py --quick    # up to 100,000 tokens, to see that it runs
 
-No server: our host pool and engine, with SGLang's allocator and radix tree as a server has them. A token has one layer
-and one KV head of 32 elements, so that ten million fit into this memory; what is timed depends on their number. The
-tree is filled with prompts of 32,000 tokens. Then operations that a scheduler does take turns, each on another prompt:
+There is no server: our host pool and engine run with SGLang's allocator and radix tree as in a server. A token has one
+layer and one KV head of 32 elements, so that ten million fit into this memory; the measured times depend on their
+number. First the tree is filled with prompts of 32,000 tokens. Then operations of a scheduler take turns, each on a new
+prompt:
 
     alloc    pages for a prompt of 32,000 tokens
-    append   their KV, metadata and moments into the pool
-    insert   the prompt into the tree
+    append   write their KV, metadata and moments into the pool
+    insert   add the prompt to the tree
     match    find it there
-    decode   attention of one step over it, `fixed:16:0.05`; its pages are all over the pool
+    decode   attention of one step over it, `fixed:16:0.05`; its pages are scattered over the pool
     page     one more page for it
-    evict    room for the next prompt, the oldest one's
-    free     what a request gives back that is aborted
+    evict    remove the oldest prompt, to make room for the next
+    free     the page of an aborted request
 
 `flush` empties tree and allocator. Times are medians. Results go to pool_scale.json in benchmark/results/<machine>.
 """
@@ -56,10 +57,10 @@ T = TypeVar("T")
 
 
 class Server:
-    """What of a server knows the number of tokens in the pool.
+    """The parts of a server that depend on the number of tokens in the pool.
 
     Attributes:
-        times: ns of each operation, by its name.
+        times: nanoseconds of each operation, by name.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -115,7 +116,7 @@ class Server:
         self.tree.insert(InsertParams(key=key, value=slots))
 
     def fill(self) -> None:
-        """Prompts, until there is no room for another. Their pages are dealt at random, as after days of service."""
+        """Insert prompts until the pool is full. Their pages are random, as after days of service."""
         order = torch.randperm(len(self.allocator.free_pages), generator=self.random)
         self.allocator.free_pages = self.allocator.free_pages[order]
         while self.allocator.available_size() >= 3 * PROMPT:
@@ -166,7 +167,7 @@ def measure(tokens: int, turns: int) -> dict[str, Any]:
         "pool_gib": round(server.pool.nbytes / GIB, 2),
         "start_s": round(times["start"][0] / 1e9, 3),
         "flush_ms": round(times["flush"][0] / 1e6, 3),
-        **{f"{name}_ms": round(median(times[name][1:]) / 1e6, 4) for name in OPERATIONS},  # the first warms up
+        **{f"{name}_ms": round(median(times[name][1:]) / 1e6, 4) for name in OPERATIONS},  # the first turn warms up
     }
 
 

@@ -3,9 +3,9 @@
     python benchmark/prefill.py            # about ten minutes on two cores, nearly all of it torch's attention
     python benchmark/prefill.py --quick
 
-A prompt is one chunk, causal, in bfloat16: two KV heads, four query heads each. A rate counts the work that a query has
-with itself and all before it, 4 D operations a key, also where a sparse prefill leaves some out. Errors are against
-float64, of 64 queries; random keys say nothing of those of a sparse prefill. Results go to prefill.json in
+A prompt is one causal chunk in bfloat16, with two KV heads and four query heads each. Rates count 4 D operations for
+each query and each key up to its own position, also where a sparse prefill skips keys. Errors compare 64 queries with
+float64, except for sparse prefills, whose errors on random keys mean nothing. Results go to prefill.json in
 benchmark/results/<machine>.
 """
 
@@ -36,7 +36,7 @@ from fluxion_sglang.native import NativePool
 KV_HEADS, GROUP = 2, 4
 LENGTHS, HEAD_DIMS, QUICK_LENGTHS = (4096, 16384, 32768), (64, 128), (1024,)
 BUDGETS = (0.5, 0.3, 0.15)
-"""Of sparse prefills."""
+"""Budgets of sparse prefills."""
 MATRIX = 4096
 
 
@@ -64,7 +64,7 @@ class Prompt:
         return 2.0 * tokens * (tokens + 1) * heads * dim
 
     def exact(self, at: Tensor) -> Tensor:
-        """Outputs of these queries in float64."""
+        """Outputs of the queries `at` in float64."""
         outputs = []
         for t in at.tolist():
             k, v = (x[: t + 1].double().transpose(0, 1) for x in (self.k, self.v))
@@ -74,7 +74,7 @@ class Prompt:
 
 
 class Ours:
-    """The chunk as a server does it: KV into the pool, then attention over it."""
+    """The chunk as a server computes it: append KV to the pool, then attend to it."""
 
     def __init__(self, prompt: Prompt) -> None:
         tokens, _, dim = prompt.k.shape

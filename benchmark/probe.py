@@ -1,9 +1,9 @@
-"""What memory gives on this machine, and what the kernels make of it: timed runs on the native workers.
+"""Measure the memory of this machine and how well kernels use it: timed runs on the native workers.
 
-A run does a list of tasks once, over all workers; its time is taken inside the library. A *stream* reads memory from
-one end to the other. A *scatter* reads the very pieces (tiles, metadata entries) that a kernel's tasks list, and does
-nothing else: the ceiling of that kernel. Neither knows in advance how memory is best read, so each has several plans;
-the best of them counts.
+A run executes a list of tasks once over all workers; the library measures its time. A *stream* reads memory from one
+end to the other. A *scatter* only reads the pieces (tiles, metadata entries) that a kernel's tasks list, which is the
+ceiling of that kernel. The best way to read memory depends on the machine, so each has several plans, and the best one
+counts.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _NONE = torch.empty(0, dtype=torch.int32)
 
 @cache
 def library() -> tvm_ffi.Module:
-    """`csrc/probe`, which `make native-tests` builds: timed runs, and every kernel alone as k_NAME(isa, ...).
+    """The library of `csrc/probe`, built by `make native-tests`: timed runs, and every kernel as k_NAME(isa, ...).
 
     Raises:
-        NativeLibraryError: it is missing or cannot be loaded.
+        NativeLibraryError: the library is missing or cannot be loaded.
     """
     return companion(
         Path(os.environ.get("FLUXION_DEVICE_LIBRARIES") or _BUILT) / "libfluxion_probe.so",
@@ -40,15 +40,15 @@ def library() -> tvm_ffi.Module:
 
 @cache
 def function(name: str) -> Callable[..., Any]:
-    """A function of the library; those that run long release the GIL."""
+    """A function of the library; long-running ones release the GIL."""
     bound = library().get_function(name)
     bound.release_gil = name in _BLOCKING
     return bound
 
 
 class ReadPlan(NamedTuple):
-    """How a list of pieces is read: `streams` (1, 2 or 4) pieces side by side, a line of each in turn, every line
-    fetched `ahead` lines of its stream before its use; 0 leaves that to the hardware."""
+    """How a list of pieces is read: `streams` (1, 2 or 4) pieces in parallel, one cache line of each in turn. Every
+    line is prefetched `ahead` lines of its stream before its use; 0 leaves prefetching to the hardware."""
 
     streams: int
     ahead: int
@@ -80,10 +80,10 @@ class TaskList:
 
 
 def host_memory(workers: Workers, nbytes: int) -> torch.Tensor:
-    """[nbytes] uint8 in huge pages where the machine has them, zero, touched by the workers.
+    """[nbytes] uint8, zero, in huge pages if the machine has them; the workers have touched all pages.
 
     Raises:
-        RuntimeError: the machine has not that much memory left; the sentence says how much it has.
+        RuntimeError: there is not enough memory; the message says how much is available.
     """
     return torch.from_dlpack(function("host_memory")(workers.handle, nbytes))
 
@@ -91,13 +91,14 @@ def host_memory(workers: Workers, nbytes: int) -> torch.Tensor:
 def scatter(
     workers: Workers, isa: str, memory: torch.Tensor, piece_bytes: int, tasks: TaskList, plan: ReadPlan, runs: int = 1
 ) -> tuple[list[int], int]:
-    """Read what the tasks list.
+    """Read the pieces that the tasks list.
 
     Args:
-        memory: uint8, a host pool's tiles or metadata for instance; piece i is at i * piece_bytes, a multiple of 64.
+        memory: uint8, for instance a host pool's tiles or metadata. Piece i starts at i * piece_bytes, a multiple of
+            64.
 
     Returns:
-        Nanoseconds of each run; the sum of all 32-bit words read in one, modulo 2^32.
+        Nanoseconds of each run; the sum of all 32-bit words that one run reads, modulo 2^32.
     """
     ns = torch.empty(runs, dtype=torch.int64)
     total = function("probe_read")(
@@ -108,11 +109,11 @@ def scatter(
 
 STREAM_PIECE = 8192
 STREAM_TASK = 512
-"""Pieces of a stream that a worker takes at a time: 4 MiB, enough that handing them out costs nothing."""
+"""Pieces of a stream per task: 4 MiB, enough that the cost of a pop is negligible."""
 
 
 def stream(workers: Workers, isa: str, memory: torch.Tensor, plan: ReadPlan, runs: int = 1) -> tuple[list[int], int]:
-    """Read `memory`, uint8, a multiple of 8 KiB, from one end to the other; returns as `scatter` does."""
+    """Read `memory` (uint8, a multiple of 8 KiB) from one end to the other; returns as `scatter` does."""
     count = memory.numel() // STREAM_PIECE
     first = torch.tensor([*range(0, count, STREAM_TASK), count])
     return scatter(workers, isa, memory, STREAM_PIECE, TaskList(_NONE, first), plan, runs)
@@ -158,9 +159,9 @@ def score(
     """Score the blocks whose metadata entries each task lists.
 
     Args:
-        q: [tasks, G, D], KV dtype. entries: [E, 2, D], KV dtype. out: [G n] float32,
-            written: of task i, [G, its size] from G * first[i]. None: every worker writes to the same memory again and
-            again, as the engine does, whose scores stay in a cache.
+        q: [tasks, G, D], KV dtype. entries: [E, 2, D], KV dtype. out: [G n] float32, written: task i writes
+            [G, its size] from G * first[i]. None: every worker overwrites its own buffer, as in the engine, where
+            scores stay in a cache.
 
     Returns:
         Nanoseconds of each run.
@@ -183,7 +184,7 @@ def select(
 
     Args:
         scores: [G n] float32 as `score` writes them. first: [tasks + 1] int64. k: [tasks] int32. heads: [n] uint16,
-            written: bit g of a block that head g takes.
+            written: bit g is set in blocks that head g selects.
 
     Returns:
         Nanoseconds of each run.

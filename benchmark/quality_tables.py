@@ -1,4 +1,4 @@
-"""Tables of quality: what policies cost in answers, and what the predictor of the bundled model decides."""
+"""Tables of quality: the cost of policies in answers, and decisions of the bundled model's predictor."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ PUBLIC = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
 PUBLIC_MISSING = "Not measured yet: `make checkpoints quality`.\n"
 MISSING = "Not measured yet: `python -m benchmark quality`.\n"
 FURTHER = ("sketch:0.20", "sketch:0.30")
-"""Measured policies that the table of public checkpoints leaves out."""
+"""Measured policies that are left out of the table of public checkpoints."""
 
 
 # Public checkpoints
 
 
 def forced(row: Row, full: Row) -> Row:
-    """Of forced tokens: perplexity's change to that of `full` with the interval, KL, agreement and what was read."""
+    """Perplexity on forced tokens relative to `full` with its interval, KL divergence, agreement, and share read."""
     read = f"{row['read_fraction']:.1%}"
     if row is full:
         return {"change": "", "kl": "", "same": "", "read": read}
@@ -51,7 +51,7 @@ def forced(row: Row, full: Row) -> Row:
 
 
 def public_files(results: Path, name: str) -> list[tuple[Path, Data]]:
-    """A public checkpoint's runs of all policies."""
+    """Result files of a public checkpoint that cover all policies."""
     return [
         (path, data)
         for path, data in result_files(results, f"quality_{name}*.json")
@@ -60,7 +60,7 @@ def public_files(results: Path, name: str) -> list[tuple[Path, Data]]:
 
 
 def public_rows(results: Path, name: str) -> dict[int, dict[str, Row]]:
-    """Their rows by length and policy."""
+    """Rows of these files by length and policy."""
     found: dict[int, dict[str, Row]] = {}
     for _, data in public_files(results, name):
         for row in data["rows"]:
@@ -69,7 +69,7 @@ def public_rows(results: Path, name: str) -> dict[int, dict[str, Row]]:
 
 
 def public(results: Path) -> str:
-    """A table a model, a line a policy, two columns each for the shortest and the longest length."""
+    """A table per model, a line per policy, with two columns each for the shortest and the longest length."""
     out = []
     for name, shown in PUBLIC.items():
         lengths = list(public_rows(results, name).items())
@@ -99,7 +99,7 @@ def public(results: Path) -> str:
 
 
 def answers(results: Path) -> str:
-    """What `sketch` and the best fixed budget cost: a line a model and length."""
+    """Cost of `sketch` and of the best fixed budget, a line per model and length."""
     policies = ("sketch", "fixed:16:0.25")
     rows, files = [], []
     for name, shown in PUBLIC.items():
@@ -117,7 +117,7 @@ def answers(results: Path) -> str:
 
 
 def headline(results: Path) -> str:
-    """The numbers that README.md opens with: what can be had without training, beside `full`, at the longest prompt."""
+    """The opening numbers of README.md: `sketch`, which needs no training, against `full` at the longest prompt."""
     timed = {path.parent: (path, data) for path, data in result_files(results, f"one_batch_{PUBLIC_MODEL}.json")}
     for path, data in result_files(results, f"quality_{PUBLIC_MODEL}.json"):
         if path.parent not in timed:
@@ -144,7 +144,7 @@ def headline(results: Path) -> str:
 
 
 def sketch(results: Path) -> str:
-    """What sketches of keys cost without any training: a line a run and length, and beside it what `fluxion` costs."""
+    """Cost of sketches of keys without training, beside `fluxion`; a line per run and length."""
 
     def name(data: Data) -> str:
         return Path(data["model"]["id"]).name
@@ -163,12 +163,12 @@ def sketch(results: Path) -> str:
 
 
 def _many_tasks(data: Data) -> bool:
-    """Whether a run has means over tasks, in the dtype in which differences are the policies' alone."""
+    """Whether a run has means over several tasks, in float32, where differences come from the policies only."""
     return data["suite"] != "perplexity" and data["dtype"] == "float32" and len({r["task"] for r in data["rows"]}) > 1
 
 
 def _sketched(data: Data) -> Iterator[Row]:
-    """Of a run: its suite, the length, documents, score of `full`, and what `sketch` and `fluxion` differ and read."""
+    """Rows of a run: suite, length, documents, score of `full`, and differences and reads of `sketch` and `fluxion`."""
     suite = {"ruler": "RULER"}.get(data["suite"], data["suite"])
     means = {(length, policy): row for length, policy, row in quality_table.averaged(data)}
     for length in dict.fromkeys(length for length, _ in means):
@@ -179,7 +179,8 @@ def _sketched(data: Data) -> Iterator[Row]:
 
 
 def needle_heads(_: Path) -> str:
-    """What the heads of the bundled model do, beside what Fluxion's paper and common observation say of large ones."""
+    """Behaviour of the bundled model's heads, beside claims of Fluxion's paper and common observations on large
+    models."""
     found = json.loads((common.NEEDLE / "heads.json").read_text())
     columns: Columns = (
         columns_of("length | steps | streaming", "{length:,} | {steps} | {streaming:.0%}")
@@ -198,7 +199,7 @@ def needle_heads(_: Path) -> str:
 
 
 def calibration(_: Path) -> str:
-    """What every tau did to held-out sequences, and what followed."""
+    """Results of every tau on held-out sequences, and the conclusion."""
     found = json.loads((common.PREDICTOR / "calibration.json").read_text())
     return f"{calibration_table(found['rows'])}\n{verdict(found)}\n"
 
@@ -209,11 +210,11 @@ COMPARED = (
     *("full", "streaming", "oracle:0.05", "fixed:16:0.05", "fixed:16:0.25", "anchor", "fluxion"),
     *("hgca:1", "psa:0.95", "lfps:0.05"),
 )
-"""The policies of the table; the result file has more."""
+"""Policies of the table; the result file has more."""
 
 
 def rivals(results: Path) -> str:
-    """Scores and reads of COMPARED, a line a policy."""
+    """Scores and reads of COMPARED, a line per policy."""
 
     def draw(path: Path, data: Data) -> str:
         rows: dict[str, Row] = {}

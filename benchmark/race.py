@@ -1,14 +1,14 @@
-"""The same model in SGLang, with this plug-in and without it, and in what else people use on CPUs.
+"""The same model in SGLang with and without this plug-in, and in other implementations for CPUs.
 
     python benchmark/race.py                # every model, depth and implementation; hours on two cores
     python benchmark/race.py --quick        # a small model at 1K and 4K, to see that all of them run
     python benchmark/race.py --only Fluxion llama.cpp --models llama-111m
 
-A round runs one implementation after the other, each in a process of its own that loads the model, takes in prompts of
-each depth and decodes (racers/). The others live in environments that the first run makes (racers/entries.py); one that
-cannot be installed is named in the tables with the reason, and so is a cell that takes longer than the limit. Every
-implementation gets the same ids, and what it says greedily to a short prompt is compared with what transformers says in
-float32. Results go to race.json in benchmark/results/<machine>; an interrupted run continues there.
+A round runs one implementation after another, each in its own process. It loads the model, prefills prompts of each
+depth and decodes (racers/). Other implementations have their own environments, which the first run creates
+(racers/entries.py). Tables name an implementation that cannot be installed, with the reason, and a cell that exceeds
+the time limit. All get the same token ids, and their greedy answers to a short prompt are compared with those of
+transformers in float32. Results go to race.json in benchmark/results/<machine>. An interrupted run continues there.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ DEPTHS, QUICK_DEPTHS = (4096, 16384, 32768), (1024, 4096)
 BATCHES = (4, 1)
 STEPS = 16
 LOAD_LIMIT = 900
-"""Seconds until a model is loaded: one implementation compiles it first."""
+"""Seconds to load a model; one implementation compiles it first."""
 PROBE, SAYS = list(range(100, 164)), 12
 CACHE = Path.home() / ".cache" / "fluxion-race"
 REFERENCE = Entry("reference", "transformers", options={"dtype": "float32"})
 
 
 class Failed(Exception):
-    """A driver took too long or ended; says so in the words of the tables."""
+    """A driver took too long or ended; the message is printed in the tables."""
 
 
 def plan(model: str, folder: Path, depths: list[int], entry: Entry, args: argparse.Namespace) -> dict[str, Any]:
-    """The `Plan` of a driver."""
+    """The `Plan` for a driver."""
     config = checkpoints.config(model)
     facts = {"kv_bytes": checkpoints.kv_bytes(config), "model_type": config["model_type"]}
     return {
@@ -64,10 +64,10 @@ def plan(model: str, folder: Path, depths: list[int], entry: Entry, args: argpar
 
 
 def events(command: list[str], env: dict[str, str], log: Path, limit: float) -> Iterator[dict[str, Any]]:
-    """What a driver says, as it says it.
+    """Events of a driver, as they arrive.
 
     Raises:
-        Failed: it ended before its time, or no cell came for `limit` seconds.
+        Failed: the driver ended early, or no cell arrived for `limit` seconds.
     """
     with log.open("w") as err, subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=err, text=True) as run:
         assert run.stdout is not None
@@ -98,7 +98,7 @@ def _read(stream: Any, lines: queue.Queue[str | None]) -> None:
 
 
 def cell_rows(entry: Entry, cell: dict[str, Any], said: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a depth, one a variant and batch."""
+    """Rows of a depth, one per variant and batch."""
     names = entry.rows()
     return [
         {
@@ -125,7 +125,7 @@ def failed_rows(entry: Entry, depths: list[int], why: str, said: dict[str, Any])
 
 
 class Race:
-    """One result file: what is in it, and the runs that fill it."""
+    """One result file: its contents, and the runs that fill it."""
 
     def __init__(self, path: Path, args: argparse.Namespace) -> None:
         self.args, self.path = args, path
@@ -138,17 +138,17 @@ class Race:
         self.data.setdefault("models", {})
 
     def missing(self, entry: Entry, model: str, turn: int) -> list[int]:
-        """Depths that this round does not have, less those that an earlier round could not do."""
+        """Depths that this round lacks, without those that failed in an earlier round."""
         names = set(entry.rows().values())
         found = [row for row in self.data["rows"] if row["model"] == model and row["system"] in names]
         done = {row["depth"] for row in found if row["round"] == turn or "failed" in row}
         return [depth for depth in sorted(self.args.depths) if depth not in done]
 
     def reference(self, model: str, folder: Path) -> list[int]:
-        """What the model says to the probe in float32.
+        """Answer of the model to the probe in float32.
 
         Raises:
-            SystemExit: it said nothing. That is no entry's failure, and without it no entry's tokens can be judged.
+            SystemExit: there is no answer. Without it the tokens of no entry can be judged.
         """
         path = folder / "says.json"
         if not path.is_file():
@@ -163,7 +163,7 @@ class Race:
         return said
 
     def run(self, entry: Entry, model: str, turn: int, depths: list[int]) -> None:
-        """One process of an entry, for the depths; its rows are saved as they come."""
+        """Run one process of an entry for these depths; save its rows as they arrive."""
         folder = checkpoints.made(model, self.args.cache / "checkpoints")
         config = checkpoints.config(model)
         self.data["models"][model] = {

@@ -1,4 +1,4 @@
-"""Every benchmark: its name, what it measures, and how it starts.
+"""Every benchmark: its name, what it measures, and how to start it.
 
 `fluxion bench`, `python -m benchmark`, `make bench` and `make quality` read this list.
 """
@@ -17,12 +17,12 @@ import common
 from fluxion_sglang.scoring.model_files import public
 
 SECOND = "build/second"
-"""A model of another shape, which `python -m benchmark.needle_model --recipe second --into build/second` makes."""
+"""A model of another shape, made by `python -m benchmark.needle_model --recipe second --into build/second`."""
 QUICK = "--quick"
 
 
 class _Rivals(NamedTuple):
-    """All policies under one harness: quality, attention and tokens of one model."""
+    """All policies under one harness: quality, attention and TPOT of one model."""
 
     name: str = "rivals"
     model: str = "needle"
@@ -43,12 +43,12 @@ class Benchmark:
     """A benchmark.
 
     Attributes:
-        what: it measures.
-        group: speed, quality or public: what `python -m benchmark` runs. apart: what it runs by name alone.
-        words: of the command line, behind Python's name.
-        lengths: words that --quick leaves out, because the benchmark has short ones of its own.
-        continues: whether the result file of an interrupted run is continued, and --fresh starts over.
-        model: folder that has to be there.
+        what: what it measures.
+        group: speed, quality or public, which `python -m benchmark` runs; apart: runs by name only.
+        words: command line after the interpreter.
+        lengths: arguments that --quick leaves out, because the benchmark has its own short lengths.
+        continues: an interrupted run continues its result file, and --fresh starts over.
+        model: folder that must exist.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Benchmark:
 
 
 class Quality(Benchmark):
-    """A run of `fluxion bench quality`. In float32 where nothing is said: differences are the policies', not of
+    """A run of `fluxion bench quality`. The default is float32, where differences come from policies and not from
     rounding."""
 
     def command(self, quick: bool, fresh: bool) -> list[str]:
@@ -133,7 +133,7 @@ _FAR = "niah_single_2,niah_multikey_1,niah_multikey_2,niah_multiquery,vt"
 _SKETCH, _BOTH = f"full,{common.SKETCH}", f"full,fluxion,{common.SKETCH}"
 _OTHER, _BF16 = ("--seed", "16", "--model", SECOND), ("--dtype", "bfloat16")
 _SEED = ("--seed", "16")
-# The curve of `sketch` on public checkpoints and real text (`make checkpoints`), and what else there is.
+# The curve of `sketch` on public checkpoints and real text (`make checkpoints`), beside other policies.
 _PUBLIC = (
     "full,sketch,sketch:0.02,sketch:0.10,sketch:0.20,sketch:0.30,fixed:16:0.25,fixed:16:0.05,streaming,psa,hgca,lfps"
 )
@@ -158,14 +158,14 @@ _RUNS: Sequence[Sequence[Any]] = (
     ("sketch_other_fwe", "ruler", "4k,8k", 96, _SKETCH, *_OTHER, "--tasks", "fwe"),
     ("sketch_other_extraction", "extraction", "4k,8k", 24, _SKETCH, *_OTHER),
     ("sketch_other_perplexity", "perplexity", "4k,8k", 24, _SKETCH, *_OTHER),
-    # The least that its heads need, and a fixed share for each.
+    # Labels: the smallest budget that each head needs, beside a fixed share for all.
     ("other", "ruler", "4k", 8, "full,labels,fixed:16:0.10", "--seed", "7", "--model", SECOND),
     ("far", "ruler", "16k,31k", 4, _FEW, "--tasks", _FAR),
     ("extraction", "extraction", "4k", 8, _SPARSE),
     ("perplexity", "perplexity", "4k", 8, _SPARSE),
-    # A sparse prefill is compared in the type that it is for.
+    # A sparse prefill is measured in the dtype of its use.
     *((f"prefill_{b}", "ruler", "31k", 8, "full", *_configured(7, prefill_budget=b)) for b in (1.0, 0.15)),
-    # What KV in 8 bits costs: the same questions to both pools.
+    # Cost of KV in 8 bits: the same questions to both kinds of pools.
     *(
         (f"{name}_{dtype}", suite, lengths, 24, "full", *_configured(11, kv_dtype=dtype))
         for name, suite, lengths in (
@@ -202,5 +202,5 @@ BENCHMARKS = {benchmark.name: benchmark for benchmark in (*SPEED, *QUALITY, *PUB
 
 
 def model_of(benchmark: Benchmark) -> Path:
-    """The folder of its model, which may be missing."""
+    """Folder of the benchmark's model, which may be missing."""
     return Path(public(str(benchmark.model))) if benchmark.group == "public" else benchmark.model

@@ -1,4 +1,4 @@
-"""How tables of result files are written: columns are data, and below a table stands where its numbers come from."""
+"""Render tables of result files: columns are data, and a line below each table names its sources."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from fluxion_quality.table import grid
 
 Row = dict[str, Any]
 Data = dict[str, Any]
-"""What a result file has."""
+"""Contents of a result file."""
 Cell = str | Callable[[Row], str]
-"""How a column shows a row: a format of the row's fields, or a function. Without such a field the cell is empty."""
+"""How a column shows a row: a format of the row's fields, or a function. If a field is missing the cell is empty."""
 Columns = Mapping[str, Cell]
-"""By head; spaces at the end tell two of one name apart."""
+"""Cells by heading; trailing spaces distinguish columns of the same heading."""
 
 
 def columns_of(heads: str, row: str) -> dict[str, Cell]:
-    """Columns from two lines of text, in which they are apart by " | "."""
+    """Columns from two lines of text, each split at " | "."""
     return dict(zip(heads.split(" | "), row.split(" | "), strict=True))
 
 
 def table(columns: Columns, rows: Iterable[Row], align: str = "l") -> str:
-    """A Markdown table; align: as of `grid`."""
+    """A Markdown table; align: see `grid`."""
     lines = ([_shown(cell, row) for cell in columns.values()] for row in rows)
     return grid([head.rstrip() for head in columns], lines, align)
 
@@ -40,7 +40,7 @@ def _shown(cell: Cell, row: Row) -> str:
 
 
 def at(*path: Any, form: str = "") -> Callable[[Row], str]:
-    """Shows the value at this path of keys."""
+    """A cell with the value at this path of keys."""
 
     def show(row: Row) -> str:
         value: Any = row
@@ -52,12 +52,12 @@ def at(*path: Any, form: str = "") -> Callable[[Row], str]:
 
 
 def over(one: Any, other: Any, form: str = "{:.1f}x") -> Callable[[Row], str]:
-    """Shows one value over another."""
+    """A cell with the ratio of two values."""
     return lambda row: form.format(row[one] / row[other])
 
 
 def medians(rows: Iterable[Row], keys: Sequence[str], by: str, value: str) -> list[Row]:
-    """Rows that agree in `keys` become one, with the medians of a value by their values of `by`."""
+    """Merge rows with equal `keys`: medians of `value`, by the rows' values of `by`."""
     found: dict[tuple[Any, ...], dict[Any, list[float]]] = {}
     for row in rows:
         found.setdefault(tuple(row[key] for key in keys), {}).setdefault(row[by], []).append(row[value])
@@ -68,7 +68,7 @@ def medians(rows: Iterable[Row], keys: Sequence[str], by: str, value: str) -> li
 
 
 def outer(rows: Iterable[Row], *keys: str) -> list[Row]:
-    """The rows that have the least or the largest value of each of these keys."""
+    """The rows with the smallest or the largest value of each of these keys."""
     found = list(rows)
     for key in keys:
         values = [row[key] for row in found]
@@ -77,7 +77,7 @@ def outer(rows: Iterable[Row], *keys: str) -> list[Row]:
 
 
 def result_files(results: Path, name: str) -> list[tuple[Path, Data]]:
-    """The result files of a name, a pattern, that have rows; not those of --quick."""
+    """Result files of a glob pattern that have rows, without those of --quick."""
     files = [path for path in sorted(results.glob(f"*/{name}")) if not path.stem.endswith("_quick")]
     loaded = [(path, common.load(path)) for path in files]
     return [(path, data) for path, data in loaded if data is not None and data.get("rows")]
@@ -88,14 +88,14 @@ def link(path: Path, text: str = "Data") -> str:
 
 
 def machine(data: Data) -> str:
-    """The machine that a result file is of; the file itself says the rest."""
+    """Short description of the machine of a result file."""
     of = data["machine"]
     name = of["cpu"] + (f" ({of['generation']})" if of.get("generation") else "")
     return f"{name}, {of['cores']} cores" + (f", {of['gpu']}" if of["gpu"] else "")
 
 
 def sources(files: Iterable[tuple[Path, Data]]) -> str:
-    """Where several files were measured: each machine once, with its files."""
+    """Sources of several files: each machine once, with links to its files."""
     found: dict[str, list[str]] = {}
     for path, data in files:
         found.setdefault(machine(data), []).append(link(path, path.stem))
@@ -103,12 +103,12 @@ def sources(files: Iterable[tuple[Path, Data]]) -> str:
 
 
 def source(path: Path, data: Data, note: str = "") -> str:
-    """The line below a table: `note`, where it was measured and when, and the file."""
+    """The line below a table: `note`, machine, date, and a link to the file."""
     return f"{note} {machine(data)}, {data['date']}. {link(path)}.\n".lstrip()
 
 
 def per_file(results: Path, files: str, draw: Callable[[Path, Data], str], command: str) -> str:
-    """What `draw` says of each file of a name, a pattern; of none, which command measures it."""
+    """Output of `draw` for each file of a glob pattern; if there is none, the command that measures it."""
     return (
         "\n".join(draw(path, data) for path, data in result_files(results, files))
         or f"Not measured yet: `{command}`.\n"
@@ -120,11 +120,11 @@ class Table:
     """The same table for each result file of a name.
 
     Attributes:
-        files: their name, a pattern.
-        columns, note: of a file. A note is a format of the file's fields, or a function.
-        rows: of a file.
+        files: glob pattern of their name.
+        columns, note: functions of a file, or constants. A note is a format of the file's fields, or a function.
+        rows: function of a file.
         align: see `table`.
-        command: measures it; default: the program of the file's name.
+        command: how to measure it; default: the program of the file's name.
     """
 
     files: str

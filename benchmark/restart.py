@@ -1,13 +1,13 @@
-"""The first token of a prompt that an earlier server had: computed, in memory, and in files (option `disk`).
+"""First token of a prompt that an earlier server computed: computed anew, from memory, and from files (option `disk`).
 
     python benchmark/restart.py            # the bundled model, about five minutes on 2 cores
     python benchmark/restart.py --quick
 
-Two servers take turns with new prompts, one with `disk` and one without: `plain` and `cold` are their first tokens, and
-`again` is the first token when a prompt is in the host pool. Then the server is stopped and another one started:
-`restarted` is the first token with the files in the operating system's cache, `disk` with the files thrown out of it
-first, and the host pool flushed before each. Times are by the clock of the client, and medians over the prompts. `same`
-says whether all gave the same tokens. Results go to restart.json in benchmark/results/<machine>.
+Two servers, with and without `disk`, take turns with new prompts. `plain` and `cold` are their first tokens, and
+`again` is the first token of a prompt that is in the host pool. Then a second server replaces the one with `disk`.
+`restarted` is the first token with the files in the operating system's cache, and `disk` with the files dropped from
+that cache. The host pool is flushed before each. Times are the client's, medians over the prompts. `same` says whether
+all gave the same tokens. Results go to restart.json in benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ FLAGS = (
     *("--max-running-requests", "4", "--chunked-prefill-size", "4096", "--mem-fraction-static", "0.4"),
 )
 TOKENS = 131072
-"""Of each host pool: all prompts fit in."""
+"""Tokens of each host pool; all prompts fit."""
 PATIENCE_S = 120
-"""Until a prompt's files are written."""
+"""Seconds to wait for a prompt's files."""
 
 
 def prompts(length: int, count: int) -> list[list[int]]:
@@ -58,15 +58,15 @@ def start(stack: ExitStack, folder: Path | None) -> Server:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of its files."""
+    """Bytes of all files in the folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def settle(folder: Path, past: int) -> int:
-    """Wait until the folder has more than `past` bytes, for writing begins late, and no more come; how many it has.
+    """Wait until the folder exceeds `past` bytes, because writing starts late, and stops growing; return its size.
 
     Raises:
-        SystemExit: that took too long.
+        SystemExit: this took too long.
     """
     until = time.monotonic() + PATIENCE_S
     before, now = -1, size_of(folder)
@@ -79,7 +79,7 @@ def settle(folder: Path, past: int) -> int:
 
 
 def throw_out(folder: Path) -> None:
-    """Out of the operating system's cache, with what it has not written yet written first."""
+    """Drop the folder's files from the operating system's cache, after writing dirty pages."""
     os.sync()
     for path in folder.rglob("*"):
         if path.is_file():
@@ -104,7 +104,7 @@ def measure(lengths: Sequence[int], count: int) -> list[dict[str, Any]]:
             plain, kept = start(stack, None), start(stack, folder)
             size = size_of(folder)
             for server in plain, kept:
-                ask(server, prompts(512, 1)[0])  # what the first request of all pays for
+                ask(server, prompts(512, 1)[0])  # includes one-off costs
             size = settle(folder, size)
             for length in lengths:
                 before = size

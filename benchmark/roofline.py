@@ -1,7 +1,7 @@
-"""How a kernel is judged: interleaved with what the memory gives for the very same list of pieces, in one process.
+"""Judge a kernel: interleave it with plain reads of the same list of pieces, in one process.
 
-A round times every contender once, in turns; a ratio is the median over rounds of ratios within a round, so that a
-machine that drifts drifts out. Of several ways to read memory (`probe.PLANS`) the best one is the ceiling.
+A round times every contender once, in turns. A ratio is the median over rounds of the ratios within a round, so drift
+of the machine cancels out. The best of several ways to read memory (`probe.PLANS`) is the ceiling.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def isas() -> list[str]:
 
 @cache
 def beyond_caches(nbytes: int) -> int:
-    """Bytes, at least so many, after the reading of which no cache has anything from before: twice the last caches of
-    the whole machine, whichever of its hardware threads are this process's."""
+    """Number of bytes, at least `nbytes`, whose reading evicts all earlier data from all caches: twice the last-level
+    caches of the whole machine, including those of hardware threads outside this process."""
     return max(nbytes, 2 * int(topology()["last_cache_bytes_per_thread"]) * (os.cpu_count() or 1))
 
 
 def streamed(memory: Tensor) -> Tensor:
-    """What one run of a stream reads."""
+    """The memory that one run of a stream reads."""
     return memory[: beyond_caches(1 << 28)]
 
 
 @cache
 def workers(threads: int) -> Workers:
-    """Threads on cores of their own; 0: one a core."""
+    """Worker threads on separate cores; 0: one per core."""
     cores = [int(core) for core in topology()["cores"]]
     count = threads or len(cores)
     return Workers(count, torch.tensor(cores, dtype=torch.int32))
@@ -51,34 +51,34 @@ def workers(threads: int) -> Workers:
 
 @dataclass
 class Arena:
-    """Memory far larger than any cache, full of normal bfloat16 numbers, seen as whatever a kernel reads."""
+    """Memory far larger than all caches, with normal bfloat16 numbers, viewed as the pieces of a kernel."""
 
     memory: Tensor
     read: int
-    """Bytes that one run reads, at least, so that nothing is left of it in a cache when the next one begins."""
+    """Minimum bytes of a run; enough that the next run finds nothing in a cache."""
 
     @classmethod
     def of(cls, nbytes: int, read: int) -> Arena:
         memory = probe.host_memory(workers(0), nbytes)
-        # Rows of an odd length, so that no two tiles are alike.
+        # Rows of an odd length, so that all tiles differ.
         random = torch.randn((1 << 21) + 77, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
         for part in memory.view(torch.bfloat16).split(len(random)):
             part.copy_(random[: len(part)])
         return cls(memory, read)
 
     def pieces(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """As many pieces of `shape` as there is room for."""
+        """All pieces of `shape` that fit."""
         flat = self.memory.view(dtype)
         size = torch.Size(shape).numel()
         return flat[: len(flat) // size * size].view(-1, *shape)
 
 
 Contender = Callable[[], int]
-"""Runs once, and says in how many nanoseconds."""
+"""Runs once and returns nanoseconds."""
 
 
 def interleave(contenders: Mapping[str, Contender], rounds: int) -> dict[str, list[int]]:
-    """Nanoseconds of every contender in every round, after one round that warms up."""
+    """Nanoseconds of every contender in every round, after one warm-up round."""
     times: dict[str, list[int]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, run in contenders.items():
@@ -89,14 +89,14 @@ def interleave(contenders: Mapping[str, Contender], rounds: int) -> dict[str, li
 
 
 def ratio(top: Sequence[float], bottom: Sequence[float]) -> float:
-    """The median over rounds of top over bottom."""
+    """Median over rounds of top / bottom."""
     return median(a / b for a, b in zip(top, bottom, strict=True))
 
 
 def ceilings(
     memory: Tensor, piece_bytes: int, tasks: probe.TaskList, pool: Workers, plans: tuple[probe.ReadPlan, ...]
 ) -> dict[str, Contender]:
-    """Every plan as a reader of memory from end to end, and of the list."""
+    """Every plan as a reader of the memory from end to end, and of the list."""
     isa = isas()[-1]
 
     def once(read: Callable[..., tuple[list[int], int]], *args: Any) -> int:
@@ -110,10 +110,10 @@ def ceilings(
 
 
 def judge(times: dict[str, list[int]], name: str, nbytes: int, streamed: int) -> dict[str, Any]:
-    """A contender that reads `nbytes`, beside the best plans; rates in 10^9 bytes a second.
+    """Row of a contender that reads `nbytes`, beside the best plans; rates in 10^9 bytes a second.
 
-    of_stream and of_scatter are shares of what the best plan reads in the same time; stream reads `streamed` bytes a
-    run, scatter `nbytes`.
+    of_stream and of_scatter are shares of the bytes that the best plan reads in the same time. Stream reads `streamed`
+    bytes per run, scatter `nbytes`.
     """
     row: dict[str, Any] = {"bytes": nbytes, "gb_per_s": round(nbytes / median(times[name]), 2)}
     for kind, size in (("stream", streamed), ("scatter", nbytes)):
@@ -128,14 +128,14 @@ def judge(times: dict[str, list[int]], name: str, nbytes: int, streamed: int) ->
 
 
 def page_lists(arena: Arena, tile_bytes: int, context: int, budget: float, blk: int, seed: int = 0) -> probe.TaskList:
-    """What the groups of requests of `context` tokens read: `budget` of each one's blocks of `blk` tokens, or the whole
-    context where blk is 0 (dense). Blocks lie anywhere, the pages of a block follow one another."""
+    """Pieces that groups of requests with `context` tokens read: a share `budget` of each one's blocks of `blk` tokens,
+    or the whole context if blk is 0 (dense). Blocks are scattered; the pages of a block are consecutive."""
     random = torch.Generator().manual_seed(seed)
     pages, held = context // PAGE, arena.memory.numel() // tile_bytes
     run = blk // PAGE if blk else pages
     blocks = max(round(pages // run * budget), 1) if blk else 1
     count = max(-(-arena.read // (blocks * run * tile_bytes)), 2 * workers(0).count)
-    # Drawn without repetition, and anew when all is drawn: a block is not read again while a cache may hold it.
+    # Draw without repetition until all blocks are drawn, so that no block is read again while a cache may hold it.
     places = held // run
     drawn = [torch.randperm(places, generator=random) for _ in range(-(-count * blocks // places))]
     starts = torch.cat(drawn)[: count * blocks].view(count, blocks) * run
@@ -143,7 +143,7 @@ def page_lists(arena: Arena, tile_bytes: int, context: int, budget: float, blk: 
 
 
 def queries(tasks: int, group: int, head_dim: int, dtype: torch.dtype, spread: float = 1.0) -> Tensor:
-    """[tasks, G, D]: heads that share a direction, and have `spread` of their own."""
+    """[tasks, G, D]: the heads share a direction; `spread` is the share of their own."""
     random = torch.Generator().manual_seed(1)
     shared = torch.randn(tasks, 1, head_dim, generator=random)
     own = torch.randn(tasks, group, head_dim, generator=random)
@@ -156,7 +156,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """[G, D] of q [G, D] over k, v [n, D], in float64."""
+    """Attention [G, D] of q [G, D] over k, v [n, D], in float64."""
     weights = torch.softmax(q.double() @ k.double().T * scale, -1)
     return weights @ v.double()
 

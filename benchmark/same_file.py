@@ -1,12 +1,12 @@
-"""The same GGUF file in llama.cpp and in Fluxion: decode steps at several depths, and prompt tokens a second.
+"""The same GGUF file in llama.cpp and in Fluxion: decode steps at several depths, and prompt tokens per second.
 
     python benchmark/same_file.py                        # both public files; an hour on two cores
     python benchmark/same_file.py --models smollm2 --depths 512 4096 --rounds 1
     python benchmark/same_file.py --quick
 
-A round runs each way in a process of its own (racers/), one after the other. Times are medians of steps, then of
-rounds; a ratio is the median of the rounds' ratios. llama.cpp is built for this machine on the first run. `make
-checkpoints` fetches the files. Results go to same_file.json in benchmark/results/<machine>.
+A round runs each way in its own process (racers/), one after another. Times are medians over steps, then over rounds; a
+ratio is the median of the rounds' ratios. The first run builds llama.cpp for this machine. `make checkpoints` fetches
+the files. Results go to same_file.json in benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fluxion_sglang.scoring.model_files import public
 DEPTHS = {"smollm2": [512, 4096, 7900], "gemma3": [512, 8192, 16384]}
 VOCABULARY = 32000
 BATCHES, STEPS, ROUNDS = [4, 1], 16, 3
-POLICIES = ("sketch", "full")  # the first makes the pool, with sketches
+POLICIES = ("sketch", "full")  # the first policy creates the pool, with sketches
 CACHE = Path.home() / ".cache" / "fluxion-race"
 
 
@@ -42,11 +42,11 @@ WAYS = (
     Entry("Fluxion", "sglang", policies=POLICIES),
 )
 Cells = dict[tuple[str, int, int], float]
-"""Milliseconds of a step by (way, depth, batch); under batch 0 a prompt's tokens a second."""
+"""Milliseconds of a step by (way, depth, batch); batch 0 holds prompt tokens per second."""
 
 
 def cells(way: Entry, file: Path, depths: list[int]) -> Cells:
-    """What one process measures."""
+    """Results of one process."""
     options = {**way.options, "policies": list(way.policies), "file": file.name}
     model = file.parent if way.peer else file
     plan = Plan(str(model), depths, BATCHES, STEPS, common.machine()["cores"], options, [5, 6, 7], 1, VOCABULARY)
@@ -67,7 +67,7 @@ def cells(way: Entry, file: Path, depths: list[int]) -> Cells:
 
 
 def rows(name: str, found: list[Cells]) -> list[dict[str, Any]]:
-    """A row for each depth and batch: each way's median, and our median ratio to the fastest llama.cpp of a round."""
+    """A row per depth and batch: each way's median, and our median ratio to the fastest llama.cpp of each round."""
     made = []
     for depth, batch in dict.fromkeys(key[1:] for key in found[0]):
         each = {

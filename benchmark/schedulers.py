@@ -1,13 +1,13 @@
-"""Time of a layer's attention under every scheduler, on batches of mixed lengths: the shape of Fluxion's Fig. 10 (c).
+"""Attention time of a layer under every scheduler, on batches of mixed lengths, as in Fluxion's Fig. 10 (c).
 
     python benchmark/schedulers.py            # about 8 minutes on two cores
     python benchmark/schedulers.py --quick    # short requests, to see that it runs
 
-A round draws the lengths of a batch, its KV, and a plan a layer: half of the heads are streaming heads, the others read
-a log-normal share of the middle. Every scheduler then runs the same layers, in turns, so that a machine that drifts
-drifts for all of them. Where the native workers are alone, the schedulers that divide tasks all come to the same, the
-order of arrival: there "none" against "priority" is what the order itself buys. Results go to schedulers.json in
-benchmark/results/<machine>, round by round; an interrupted run continues there, unless commit, versions or machine have
+A round draws the lengths of a batch, its KV, and a plan per layer: half of the heads are streaming heads, the others
+read a log-normal share of the middle. All schedulers then run the same layers in turns, so that drift of the machine
+affects all alike. With the native workers alone, all schedulers that divide tasks are equivalent to arrival order;
+"none" against "priority" then shows the gain of the order. Results go to schedulers.json in
+benchmark/results/<machine>, round by round. An interrupted run continues there, unless commit, versions or machine
 changed.
 """
 
@@ -46,8 +46,8 @@ from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Observed, 
 BATCH = 8
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
 LAYERS = 3
-"""Enough that no cache holds what the next pass reads."""
-# Those of the paper, a quarter as long.
+"""Enough layers that no cache holds what the next pass reads."""
+# The workloads of the paper at a quarter of the length.
 WORKLOADS = {"4K to 16K": (4096, 16384), "8K to 32K": (8192, 32768)}
 QUICK_WORKLOADS = {"1K to 4K": (1024, 4096)}
 SCHEDULERS: dict[str, Scheduler | None] = {
@@ -56,7 +56,7 @@ SCHEDULERS: dict[str, Scheduler | None] = {
     "uniform": evenly,
     "length": by_length,
 }
-# Passes over the layers: the torch executor takes seconds for what the workers do in milliseconds.
+# Schedulers, and passes over the layers: the torch executor needs seconds for work that takes the workers milliseconds.
 SETS = {
     "cpu": (("priority", "none"), 50),
     "cpu+torch": (tuple(SCHEDULERS), 2),
@@ -65,9 +65,9 @@ CHUNK = 2048
 
 
 class Mixture(Policy):
-    """Budgets that vary by head as a trained predictor's do: a plan of its own for every layer, by seed.
+    """Budgets that vary by head like a trained predictor's; every layer has its own plan, by seed.
 
-    Half of the query heads are streaming; the median of the others reads 3% of the middle, one in six more than 8%.
+    Half of the query heads are streaming. The others read 3% of the middle in the median, and one in six more than 8%.
     Groups read blocks of 16, 32 or 64 tokens.
     """
 
@@ -92,7 +92,7 @@ class Mixture(Policy):
 
 @dataclass
 class Batch:
-    """The KV of a batch of requests, and its queries; one decode step, which may be repeated."""
+    """KV and queries of a batch of requests; one decode step, which may be repeated."""
 
     pool: HostPool
     windows: Windows
@@ -101,7 +101,8 @@ class Batch:
 
     @classmethod
     def draw(cls, lengths: list[int], seed: int) -> Batch:
-        """Requests of so many tokens, with normal random keys and values, pages shuffled as a busy allocator would."""
+        """Requests of the given lengths, with normal random keys and values, and shuffled pages as in a busy
+        allocator."""
         random = torch.Generator().manual_seed(seed)
         pages = [-(-(n + 1) // PAGE) for n in lengths]
         pool = HostPool(
@@ -123,7 +124,7 @@ class Batch:
         return cls(pool, windows, lengths, table)
 
     def engine(self, executors: str, scheduler: str, seed: int) -> DecodeEngine:
-        """An engine over this KV, at the beginning of its step."""
+        """An engine over this KV, after the beginning of its step."""
         config = FluxionConfig()
         engine = DecodeEngine(
             self.pool,
@@ -141,7 +142,7 @@ class Batch:
 
 
 def measure(workload: str, span: tuple[int, int], turn: int, quick: bool) -> list[dict[str, Any]]:
-    """One round of one workload; a row for every set of executors and scheduler."""
+    """One round of one workload; a row per set of executors and scheduler."""
     random = torch.Generator().manual_seed(turn)
     lengths = torch.randint(span[0], span[1] + 1, (BATCH,), generator=random).tolist()
     load = os.getloadavg()[0]

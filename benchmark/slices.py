@@ -1,12 +1,12 @@
-"""What a decode step and a prompt of large models take, measured on a few of their layers.
+"""Time of a decode step and a prompt of large models, measured on a few of their layers.
 
     python benchmark/slices.py             # about ten minutes on two cores
     python benchmark/slices.py --quick     # one small shape
 
-A model of 1 layer and one of 3 have random weights in the shapes of a published model. Half the difference of their
-times is a layer's time; what is left of the first one's is the time outside of layers (logits, SGLang). `whole_ms` is
-the step of the whole model by this arithmetic, at 512 tokens of context and one request. Results go to slices.json in
-benchmark/results/<machine>; docs/models.md has them.
+Two models with 1 and 3 layers have random weights in the shapes of a published model. Half the difference of their
+times is the time of a layer; the rest of the first one's time lies outside the layers (logits, SGLang). `whole_ms` is
+the step of the whole model by this arithmetic, for one request with 512 tokens of context. Results go to slices.json in
+benchmark/results/<machine>; docs/models.md shows them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Shape(NamedTuple):
     """A published model.
 
     Attributes:
-        model: its name. layers: all that it has. config: of its language model.
-        words: of the command line. weights: what they are then.
+        model: its name. layers: of the whole model. config: of its language model.
+        words: for the command line. weights: their format with these words.
     """
 
     model: str
@@ -73,7 +73,7 @@ QUICK = Shape("small", 4, _config("qwen3", "Qwen3ForCausalLM", 256, 512, 4, 2, 6
 
 
 def measure(shape: Shape, layers: int) -> tuple[float, float]:
-    """Milliseconds of a decode step, and of the prompt, of a model with this many layers."""
+    """Milliseconds of a decode step and of the prompt, for a model with `layers` layers."""
     config = shape.config | {"num_hidden_layers": layers}
     if shape.config is GPT_OSS:
         turns = ("sliding_attention", "full_attention")

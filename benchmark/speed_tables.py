@@ -1,4 +1,4 @@
-"""Tables of other times: first tokens, other systems beside this one, long runs and sanitizers."""
+"""Tables of other times: first tokens, comparison with other systems, long runs and sanitizers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ slices = Table(
 
 
 def first_token_columns(data: Data) -> Columns:
-    """A column a way: without the flag, exact, and by the least budget of the prefill."""
+    """One column per way: without the flag, exact, and with the smallest prefill budget."""
     off, exact, *_, least = dict.fromkeys(row["way"] for row in data["rows"])
     heads = {off: "without the flag (s)", exact: "exact (s)", least: f"{least} (s)"}
     return (
@@ -52,12 +52,12 @@ first_token = Table(
     lambda data: outer(medians(data["rows"], ("model", "tokens"), "way", "seconds"), "tokens"),
 )
 
-# Other systems beside this one
+# Other systems
 
 OURS = "Fluxion `full`"
-"""What the others are compared with."""
+"""Basis of the comparison."""
 LLAMA_CPP = ("llama.cpp", "llama.cpp, flash attention", "llama.cpp, flash attention, KV in q8_0")
-"""Its settings, of which the tables show the fastest."""
+"""Settings of llama.cpp; the tables show the fastest."""
 
 
 def same_file_rows(data: Data) -> list[Row]:
@@ -88,14 +88,14 @@ same_file = Table(
 
 
 def ratio(rows: Iterable[Row], ours: Iterable[Row], value: str) -> str:
-    """Over ours: the median of the ratios within rounds, which a drifting machine changes least."""
+    """Ratio to ours: the median of ratios within rounds, where drift of the machine matters least."""
     base = {row["round"]: row[value] for row in ours if value in row}
     found = [row[value] / base[row["round"]] for row in rows if value in row and row["round"] in base]
     return f"{median(found):.2f}x" if found else ""
 
 
 def median_and_ratio(row: Row, systems: Sequence[str]) -> str:
-    """The median over rounds of the fastest of these systems with what it is over ours, or why there is none."""
+    """Median over rounds of the fastest of these systems and its ratio to ours, or the reason why there is none."""
     value, ours = row["value"], row["by"].get(OURS, [])
     runs = [row["by"][system] for system in systems if system in row["by"]]
     timed = [[run for run in some if value in run] for some in runs]
@@ -107,7 +107,7 @@ def median_and_ratio(row: Row, systems: Sequence[str]) -> str:
 
 
 def race_columns(data: Data) -> Columns:
-    """A column a system that reads all KV."""
+    """One column per system that reads all KV."""
     shown: dict[str, list[str]] = {}
     for system in dict.fromkeys(row["system"] for row in data["rows"]):
         if system == OURS or not system.startswith("Fluxion"):
@@ -118,7 +118,7 @@ def race_columns(data: Data) -> Columns:
 
 
 def race_rows(data: Data) -> list[Row]:
-    """A row a model, a batch's steps or a prompt alone, at the shortest and the longest context: the runs by system."""
+    """One row per model and batch (or prompt) at the shortest and the longest context, with the runs by system."""
     found: dict[tuple[Any, ...], Row] = {}
     least = min(data["batches"])
     for row in data["rows"]:
@@ -134,7 +134,7 @@ def race_rows(data: Data) -> list[Row]:
 
 
 def race_note(data: Data) -> str:
-    """Of how many rounds medians are."""
+    """Number of rounds behind the medians."""
     counts = Counter(tuple(row.get(key) for key in ("model", "system", "depth", "batch")) for row in data["rows"])
     least, most = min(counts.values()), max(counts.values())
     turns = f"{most}" if least == most else f"{least} to {most}"

@@ -1,10 +1,11 @@
-"""What a long prompt does to the others: a stream's gaps, a short request's wait, /health, and a client that leaves.
+"""Effects of a long prompt on others: gaps of a stream, wait of a short request, /health, and a client that hangs up.
 
     python benchmark/stall.py --model models/needle --long 30000
     python benchmark/stall.py --model smollm2 --long 7900            # of make checkpoints
 
-Two servers with the flag run side by side, one loaded at a time: passes as they are, and `before` with SGLang's
-(prefill_pass_ms 0). Rounds alternate. Results go to stall.json in benchmark/results/<machine>, one entry a model.
+Two servers with the flag run side by side, and only one is loaded at a time: one with our prefill passes, and `before`
+with SGLang's (prefill_pass_ms 0). Rounds alternate. Results go to stall.json in benchmark/results/<machine>, one entry
+per model.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from fluxion_sglang.scoring.model_files import public
 ARMS: dict[str, dict[str, Any]] = {"paced": {}, "before": {"prefill_pass_ms": 0}}
 FLAGS = ("--device", "cpu", "--sleep-on-idle", "--log-level", "warning")
 WAIT_FOR_S = 900
-"""An answer, at most."""
+"""Seconds to wait for an answer."""
 SETTLED = 40
-"""Tokens of the stream before the long prompt comes; the gaps between them are idle steps."""
+"""Tokens of the stream before the long prompt arrives; the gaps between them are those of idle steps."""
 WAIT_S = 0.4
-"""From the long prompt to the short one, and from there to the question for health."""
+"""Seconds from the long prompt to the short one, and from there to the health check."""
 
 
 class Client:
-    """Sends requests to one server. Prompts are random tokens, so that none is in the prefix cache."""
+    """Sends requests to one server. Prompts are random tokens, which the prefix cache cannot hold."""
 
     def __init__(self, server: Server, vocabulary: int, seed: int) -> None:
         self.server, self._vocabulary, self._random = server, vocabulary, random.Random(seed)
@@ -48,7 +49,7 @@ class Client:
         return [self._random.randrange(10, self._vocabulary) for _ in range(length)]
 
     def stream(self, length: int, new: int, left: Callable[[], bool] = lambda: False) -> list[float]:
-        """Times of `time.perf_counter` at which tokens came. left: the client leaves when it says so."""
+        """Times (`time.perf_counter`) at which tokens arrived. left: the client hangs up when it returns true."""
         times: list[float] = []
         sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
         for _ in self.server.stream([self.prompt(length)], sampling):
@@ -59,7 +60,7 @@ class Client:
 
 
 def beside(client: Client, long: int) -> dict[str, float]:
-    """A stream runs, a long prompt comes, then a short request and a question for health."""
+    """A stream runs while a long prompt, a short request and a health check arrive."""
     client.server.flush()
     ended, came = threading.Event(), threading.Semaphore(0)
 
@@ -104,7 +105,7 @@ def alone(client: Client, long: int) -> dict[str, float]:
 
 
 def leaves(client: Client, long: int) -> dict[str, float]:
-    """A client hangs up during its prefill; what a short request waits that comes then."""
+    """A client hangs up during its prefill; measure how long a short request then waits."""
     client.server.flush()
     body = {"input_ids": client.prompt(long), "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
     request = urllib.request.Request(f"{client.server.url}/generate", json.dumps(body).encode())
@@ -136,7 +137,7 @@ def main() -> None:
             command = launch_command(arguments.model, port := free_port(), *FLAGS, *words, fluxion=config)
             server = stack.enter_context(running_server(command, port, what=f"{name}, {arm}"))
             clients[arm] = Client(server, vocabulary, seed=len(clients))
-            alone(clients[arm], arguments.long // 8)  # what runs once, ran
+            alone(clients[arm], arguments.long // 8)  # one-off costs
         for count in range(arguments.rounds):
             for arm in list(ARMS)[:: 1 if count % 2 == 0 else -1]:
                 found: dict[str, float] = {}

@@ -1,11 +1,11 @@
-"""What a decode step of small models costs with step graphs and without, in turns in one process.
+"""Decode steps of small models with and without step graphs, in turns in one process.
 
     python benchmark/step_graphs.py             # two models, one request and four; some minutes
     python benchmark/step_graphs.py --quick
 
-The whole step as SGLang's own benchmark runs it: batch preparation, the model, the choice of a token. Turns of a few
-steps with the graph and without follow each other, and the first step of a turn does not count. Results go to
-step_graphs.json in benchmark/results/<machine>.
+A step is complete, as in SGLang's own benchmark: batch preparation, the model, the choice of a token. Turns of a few
+steps with and without the graph alternate; the first step of a turn does not count. Results go to step_graphs.json in
+benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import common
 from fluxion_sglang import openmp
 
 if __name__ == "__main__":
-    openmp.wait_passively()  # before torch is loaded, here and in the processes started from here
+    openmp.wait_passively()  # before torch is loaded, here and in child processes
 
 import checkpoints
 from racers import driver
@@ -35,8 +35,8 @@ POLICY = "full"
 
 
 def turns_of(say: Any, model: str, turns: int, depth: int) -> None:
-    """The rows of one model, in a process of its own."""
-    sys.path.insert(0, str(Path(driver.__file__).parent))  # as the drivers of the race find each other
+    """Rows of one model, in a process of its own."""
+    sys.path.insert(0, str(Path(driver.__file__).parent))  # drivers of the race import each other this way
     from run_sglang import Sglang
 
     config = checkpoints.config(model)
@@ -52,7 +52,7 @@ def turns_of(say: Any, model: str, turns: int, depth: int) -> None:
     assert ways["graph"] != ways["python"], "the model has no step graphs"
     layers = config["num_hidden_layers"]
     for batch in BATCHES:
-        racer.decode(POLICY, batch, STEPS)  # which makes the graph
+        racer.decode(POLICY, batch, STEPS)  # this builds the graph
         spent: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(turns):
             for way, forward in ways.items():
@@ -72,15 +72,15 @@ def turns_of(say: Any, model: str, turns: int, depth: int) -> None:
 
 
 def rows_of(start: Any, measure: Callable[..., None], *args: Any) -> Iterator[dict[str, Any]]:
-    """What `measure(say, *args)` sends to `say` in a process of its own. start: the context of multiprocessing.
+    """Messages that `measure(say, *args)` sends from a process of its own. start: a context of multiprocessing.
 
     Raises:
-        SystemExit: the process failed; what it sent before came.
+        SystemExit: the process failed; its earlier messages have been yielded.
     """
     said, say = start.Pipe(duplex=False)
     process = start.Process(target=measure, args=(say, *args))
     process.start()
-    say.close()  # the other end is the only one then: when the process is gone, however, the pipe ends
+    say.close()  # the process then holds the only other end, and its death closes the pipe
     with said:
         try:
             while True:

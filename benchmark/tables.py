@@ -1,7 +1,7 @@
-"""Fills the tables of README.md and docs/ from the result files and the code, so that no number is typed.
+"""Fill the tables of README.md and docs/ from the result files and the code, so that no number is typed by hand.
 
-`python benchmark/tables.py` rewrites what lies between <!-- table:NAME --> and <!-- /table:NAME -->; with
---check it changes nothing, and its exit code is 1 if it would.
+`python benchmark/tables.py` rewrites the text between <!-- table:NAME --> and <!-- /table:NAME -->. With --check it
+changes nothing, and the exit code is 1 if a table is outdated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def options(_: Path) -> str:
 
 
 def models(_: Path) -> str:
-    """The families that are tested."""
+    """The tested model families."""
 
     def memory(family: served_models.Family) -> str:
         layers, kv_heads, head_dim = family.shape
@@ -82,7 +82,7 @@ def fill(text: str, results: Path, prefix: str = "") -> str:
     """The text with every marked table rendered anew.
 
     Args:
-        prefix: from the page to the root of the repository, for links.
+        prefix: path from the page to the root of the repository, for links.
 
     Raises:
         KeyError: the text marks a table that does not exist.

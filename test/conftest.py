@@ -1,6 +1,6 @@
-"""What all tests share: which of them run, and where the libraries are that only tests need.
+"""Shared by all tests: which of them run, and where libraries for tests lie.
 
-`make test` runs the quick ones; `--full`, which `make test-all` gives, adds those that are marked `full`.
+`make test` runs the quick tests. `--full`, which `make test-all` passes, adds those marked `full`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: whoever collects garbage in a test need not look at all of it."""
+    """Freeze imported objects, so that garbage collections in tests need not scan them."""
     gc.collect()
     gc.freeze()
 

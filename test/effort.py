@@ -1,4 +1,4 @@
-"""How hard property tests try: FLUXION_TEST_EFFORT, 1 where it is not set; and the name of a case in a loop."""
+"""Effort of property tests (FLUXION_TEST_EFFORT, default 1), and names of cases in loops."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ EFFORT = float(os.environ.get("FLUXION_TEST_EFFORT") or 1)
 
 
 def examples(usual: int) -> int:
-    """How many examples a property test takes that takes `usual` ones at effort 1; at least 2."""
+    """Number of examples for a property test that runs `usual` ones at effort 1; at least 2."""
     return max(2, round(usual * EFFORT))
 
 
 @contextmanager
 def case(**values: object) -> Iterator[None]:
-    """What fails inside says which case of a loop it is."""
+    """Add the case of a loop to exceptions raised inside."""
     try:
         yield
     except BaseException as error:

@@ -1,6 +1,6 @@
-"""FlashInfer in torch: what `device/flashinfer.py` calls of it, with its signatures, its layouts and its base-2 LSE.
+"""FlashInfer in torch: the parts that `device/flashinfer.py` calls, with its signatures, layouts and base-2 LSE.
 
-Where a decode step's list is empty, its LSE is NOTHING.
+The LSE of an empty list in a decode step is NOTHING.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, keep: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [T, Hq, D], k and v [S, H, D]; LSE of base 2; of no key 0 and -inf."""
+    """q [T, Hq, D], k and v [S, H, D]; LSE of base 2; without keys 0 and -inf."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("thd,shd->ths", q.double(), k) * scale
@@ -31,7 +31,7 @@ def _attend(
     return torch.einsum("ths,shd->thd", weights, v).to(q.dtype).contiguous(), (lse / math.log(2)).float().contiguous()
 
 
-# By the name of who attends, for tests that want to know.
+# Different names for the same function, which tests can replace separately.
 _attend_to_chunks = _attend_to_pages = _attend
 
 

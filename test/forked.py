@@ -1,8 +1,8 @@
-"""Programs that find SGLang imported: forks of a process that has imported it.
+"""Run programs as forks of a process that has imported SGLang.
 
-Most of a server's start is the import of SGLang, in each of its three processes. A fork server (multiprocessing's, one
-per pytest process) imports it once. A program here is a fork of that, and the processes that SGLang would spawn are
-forks of the program. Tests of starting, dying and killing use `python -m` instead.
+Importing SGLang takes most of a server's start, in each of its three processes. A fork server (multiprocessing's, one
+per pytest process) imports it once. A program here is a fork of it, and the processes that SGLang would spawn are forks
+of the program. Tests of starting, dying and killing use `python -m` instead.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ _IMPORTS = [
     "sglang.srt.models.registry",
 ]
 PATIENCE_S = 1800
-"""For a program that runs to its end: seconds on a quiet machine."""
+"""Seconds to wait for a program's end; on an idle machine it takes seconds."""
 
 _READ_AT_IMPORT = ("TEST_RETRACT", "TEST_RETRACT_INTERVAL", "TEST_RETRACT_NO_PREFILL_BS")
-"""Of the scheduler's module: variables of the environment."""
+"""Environment variables that the scheduler's module reads at import."""
 
 _context = multiprocessing.get_context("forkserver")
 
 
 class Forked:
-    """A program in a session of its own; has what the tests use of `subprocess.Popen`.
+    """A program in a session of its own, with the parts of `subprocess.Popen` that tests use.
 
     Args:
-        words: as after `python`: `-m` and a module, or a script, then its arguments.
-        more: variables beside this process's. out, err: files that take its output. given: its standard input.
+        words: arguments of `python`: `-m` and a module, or a script, then its arguments.
+        more: environment variables in addition to this process's. out, err: files for its output. given: its standard
+            input.
     """
 
     def __init__(self, words: list[str], more: Mapping[str, str], out: Path, err: Path, given: str = "") -> None:
@@ -63,7 +64,7 @@ class Forked:
 
 
 def run(*words: str, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """A program to its end, as `subprocess.run` with captured output does it. environment: beside this process's."""
+    """Run a program to its end, like `subprocess.run` with captured output. environment: added to this process's."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
         process = Forked(list(words), environment, out, err, given)
@@ -73,7 +74,7 @@ def run(*words: str, given: str = "", **environment: str) -> subprocess.Complete
 
 
 def _start() -> None:
-    """Start the fork server. The runtime of OpenMP, which `import torch` loads, reads its variables then."""
+    """Start the fork server. OpenMP's runtime, which `import torch` loads, reads its environment variables then."""
     from fluxion_sglang.openmp import wait_passively
 
     before = dict(os.environ)
@@ -109,5 +110,5 @@ def _run(words: list[str], env: dict[str, str], out: str, err: str, given: str) 
             sys.path.insert(0, str(Path(words[0]).parent))
             runpy.run_path(words[0], run_name="__main__")
     except Exception:
-        sys.excepthook(*sys.exc_info())  # as at the end of an interpreter: SGLang's errors may have a hook
+        sys.excepthook(*sys.exc_info())  # as at the exit of an interpreter: SGLang's errors may have a hook
         sys.exit(1)

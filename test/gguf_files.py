@@ -1,4 +1,4 @@
-"""Writes a model of transformers to a GGUF file as llama.cpp's converter does, and the weights that such a file has."""
+"""Write a model of transformers to a GGUF file as llama.cpp's converter does, and return the weights of such a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import transformers
 from gguf import GGMLQuantizationType as Type
 
 WORDS = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
-"""llama.cpp's words for models that transformers has another for."""
+"""llama.cpp's names of models whose names in transformers differ."""
 
 
 def _permuted(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -22,7 +22,7 @@ def _permuted(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def mixed(name: str) -> Type:
-    """Types of weights by their names in the file: several, and in one layer of SGLang's different ones."""
+    """Types of weights by their names in the file: several types, also within one layer of SGLang."""
     parts = {"attn_v": Type.Q8_0, "attn_k": Type.Q5_0, "attn_output": Type.Q5_1, "ffn_down": Type.F16}
     parts |= {"ffn_gate_inp": Type.F32, "ffn_gate_exps": Type.Q8_0, "ffn_up_exps": Type.Q5_0}
     parts |= {"ffn_up": Type.Q4_1, "token_embd": Type.Q8_0, "output": Type.Q4_1}
@@ -30,7 +30,7 @@ def mixed(name: str) -> Type:
 
 
 def _matrices(name: str, weight: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """What the file has of a weight, by names without the suffix: of experts' gates and up two tensors."""
+    """Tensors of a weight in the file, by names without the suffix; gates and ups of experts are two tensors."""
     if name.endswith("experts.gate_up_proj"):
         return [
             (name.replace("gate_up", kind), np.ascontiguousarray(half))
@@ -40,10 +40,10 @@ def _matrices(name: str, weight: np.ndarray) -> list[tuple[str, np.ndarray]]:
 
 
 def write(model: Any, file: Path, types: Callable[[str], Type] = mixed, **values: Any) -> Any:
-    """Write a model of transformers, and return one with the weights that the file has.
+    """Write a model of transformers, and return one with the weights of the file.
 
     Args:
-        types: of matrices, by their names in the file. values: more of the header, by key.
+        types: of matrices, by their names in the file. values: further header entries, by key.
     """
     config, state = model.config, model.state_dict()
     word = WORDS.get(config.model_type, config.model_type)

@@ -1,4 +1,4 @@
-"""Weights as quantised checkpoints pack them, by the formats' published rules."""
+"""Pack weights as in quantised checkpoints, by the formats' published rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Grid:
     symmetric: bool
 
     def wide(self) -> torch.Tensor:
-        """The weight in float32, with minima in float16, as the kernels have them."""
+        """The weight in float32, with minima in float16, as in the kernels."""
         middle = 128 if self.bits == 8 else 0
         group = self.integers.shape[1] // self.scales.shape[1]
         minima = (-self.scales.float() * (self.zeros - middle)).half()
@@ -30,7 +30,7 @@ class Grid:
 
 
 def rounded(weight: torch.Tensor, bits: int, group: int, symmetric: bool) -> Grid:
-    """The weight on a grid; a group of -1 has all inputs."""
+    """The weight on a grid; a group of -1 spans all inputs."""
     parts = weight.float().unflatten(1, (-1, weight.shape[1] if group == -1 else group))
     most = (1 << bits) - 1
     if symmetric:
@@ -45,7 +45,7 @@ def rounded(weight: torch.Tensor, bits: int, group: int, symmetric: bool) -> Gri
 
 
 def words(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Along the second dimension, the first of an int32 in its lowest bits."""
+    """Pack along the second dimension into int32; the first value takes the lowest bits."""
     return (values.unflatten(1, (-1, 32 // bits)) << torch.arange(0, 32, bits)).sum(-1).to(torch.int32)
 
 

@@ -1,4 +1,4 @@
-"""The pages that users read, and the code blocks in them."""
+"""The user pages, and the code blocks in them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of an sh block: its words, without redirections of other commands in its line."""
+    """A command of an sh block: its words, without redirections and other commands of its line."""
 
     page: str
     words: tuple[str, ...]
@@ -80,5 +80,5 @@ def _words(line: str) -> list[str]:
 
 
 def _plain(words: list[str]) -> tuple[str, ...]:
-    """Without a path to the program."""
+    """The words without a path to the program."""
     return words[0].removeprefix(".venv/bin/"), *words[1:]

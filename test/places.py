@@ -1,4 +1,4 @@
-"""Where things of the repository are, and Python in a process of its own."""
+"""Places in the repository, and Python in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NEEDLE = str(ROOT / "models" / "needle")
 
 
 def python(*words: str, env: Mapping[str, str] | None = None, **more: Any) -> subprocess.CompletedProcess[str]:
-    """Python with these words, which imports what this process can import.
+    """Run Python with these words; it can import everything that this process can.
 
     Args:
-        env: variables beside this process's. more: as of `subprocess.run`.
+        env: environment variables in addition to this process's. more: as for `subprocess.run`.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(env or {})}
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""The worked example of docs/extend.md as other processes find it: a folder with what its installation leaves there."""
+"""The worked example of docs/extend.md as an installed package: a folder with its modules and metadata."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLES = dict(re.findall(r"<!-- example:(\S+) -->\n```\w+\n(.*?)```", PAGE.rea
 
 
 def install(folder: Path) -> Path:
-    """Write the example's modules and metadata to `folder`, which is made, and return it."""
+    """Write the example's modules and metadata to `folder`, which is created, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in EXAMPLES.items():
         (folder / name).write_text(text)
@@ -33,5 +33,5 @@ def install(folder: Path) -> Path:
 
 
 def search_path(folder: Path) -> str:
-    """PYTHONPATH of a process that is to find what is in `folder`, beside what this one finds."""
+    """PYTHONPATH with `folder` in addition to this process's."""
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])

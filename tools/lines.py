@@ -18,7 +18,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def of_python(text: str) -> int:
-    """Lines on which some token stands that belongs to no docstring."""
+    """Number of lines with at least one token outside of docstrings."""
     documentation: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
@@ -32,7 +32,7 @@ def of_python(text: str) -> int:
 
 
 def of_cpp(text: str) -> int:
-    """Lines that are not blank once comments are gone; what looks like a comment in a string stays."""
+    """Number of lines that are not blank without comments; comment marks inside strings are ignored."""
 
     def without(match: re.Match[str]) -> str:
         return match[1] or "\n" * match[0].count("\n")

@@ -1,6 +1,6 @@
-"""Writes what a run of the unit tests under a sanitizer showed into the results: `make sanitize` calls it.
+"""Adds the outcome of the unit tests under a sanitizer to the results: `make sanitize` calls it.
 
-The run's own account is pytest's file of results; the sanitizer's are its reports, one file a process.
+The outcome of the tests is in pytest's result file; the sanitizer's reports are in one file a process.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ PATHS = ("python", "csrc", "CMakeLists.txt", "test/unit", "test/native")
 
 
 def row(sanitizer: str, folder: Path) -> dict[str, Any]:
-    """Of one sanitizer: how its tests ended, by file, and how many reports it wrote.
+    """The result of one sanitizer: outcomes of its tests by file, and the number of reports.
 
     Args:
-        folder: of the build; has tests.xml and a file report.PID for each process that has something to report.
+        folder: of the build; has tests.xml and a file report.PID for each process with a report.
 
     Raises:
         ValueError: no test ran.
@@ -57,7 +57,7 @@ def main() -> None:
     arguments = words.parse_args()
     found = row(arguments.sanitizer, arguments.folder)
     data = header("sanitizers", paths=PATHS) | {"effort": EFFORT, "rows": []}
-    # What the other sanitizer said of the same code stays; of other code, this run replaces it.
+    # Keep the other sanitizer's result for the same code; results for other code are replaced.
     old = load(arguments.out)
     if old is not None and not differing(old, data, (*SAME, "effort")):
         data = old

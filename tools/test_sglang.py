@@ -1,11 +1,10 @@
 """Tests another version of SGLang: `make test-sglang VERSION=0.5.24`.
 
-It goes into an environment of its own, .venv-sglang-VERSION, with this package as it stands here; .venv has the native
-library and what packages are installed with. Then `compat.py` says which of the names that the plug-in needs are gone,
-and if none is, the engine tests run. A version outside of the supported range is taken here, and nowhere else.
+The version is installed into its own environment, .venv-sglang-VERSION, with this package in editable form; .venv has
+the native library and the installer. Then `compat.py` reports missing names, and if there are none, the engine tests
+run. Only here a version outside of the supported range is accepted.
 
-OVERRIDE="cuda-tile==1.7.0" puts other packages in place of those that SGLang pins: PyPI alone does not have all of
-them.
+OVERRIDE="cuda-tile==1.7.0" replaces packages that SGLang pins, because PyPI alone does not have all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 UV = ROOT / ".venv" / "bin" / "uv"
 QUICK = ["test/engine/test_exact.py", "test/engine/test_policies.py"]
-"""What runs unless tests are named."""
+"""The default tests."""
 
 FIND = """
 from fluxion_sglang.sglang import compat
@@ -33,8 +32,7 @@ def run(command: list[object], **more: str) -> int:
 
 
 def install(version: str, venv: Path, others: list[str]) -> int:
-    """Install SGLang `version` and the tests' packages; overrides take the place of this package's range, and of what
-    `others` name."""
+    """Install SGLang `version` and the tests' packages. `others` and this version override all other requirements."""
     if not venv.exists() and (code := run([sys.executable, "-m", "venv", venv])):
         return code
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as override:

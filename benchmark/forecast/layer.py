@@ -1,8 +1,8 @@
-"""One layer's attention on many workers, event by event.
+"""Simulate the attention of one layer on many workers, event by event.
 
-What the engine does (`csrc/engine/work.cc`): a worker pops a task and does its stages; when the queue is empty it
-helps with stages of tasks that others are at, chunk by chunk. What is left out: the merge of results, and time that
-the operating system takes.
+The simulation follows the engine (`csrc/engine/work.cc`): a worker pops a task and executes its stages. When the queue
+is empty it helps with open stages of other workers, chunk by chunk. The simulation leaves out the merge of results and
+time that the operating system takes.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from forecast.hardware import Domain
 
 CHUNK_BYTES = 512 << 10
 MAX_CHUNKS = 64
-"""As `kChunkBytes` in csrc/engine/layer.h and `kMaxChunks` in csrc/engine/scratch.h."""
+"""Same as `kChunkBytes` in csrc/engine/layer.h and `kMaxChunks` in csrc/engine/scratch.h."""
 TIME = "time"
-"""The kernel of a stage that reads nothing: its bytes are nanoseconds."""
+"""Kernel of a stage that reads nothing; its bytes count nanoseconds."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """How fast one worker reads with a kernel.
+    """Reading speed of one worker with a kernel.
 
     Attributes:
-        near: GB/s of what its own cache has: what it can compute.
-        overlap: how far computing hides behind reading. A byte takes (near^-p + memory^-p)^(1/p), p = overlap: at 1
-            none is hidden, without bound all.
-        scattered: of what a stream would get of memory, what a list of such pieces gets.
+        near: GB/s from the worker's own cache, which is its speed of computing.
+        overlap: how far computing hides behind reading. A byte takes (near^-p + memory^-p)^(1/p), p = overlap. With p =
+            1 nothing is hidden; with p towards infinity everything is.
+        scattered: share of a stream's memory rate that a list of scattered pieces reaches.
     """
 
     near: float
@@ -39,9 +39,9 @@ class Kernel:
     scattered: float = 1.0
 
     def rate(self, offered: float) -> float:
-        """GB/s, if memory offers so much to a stream."""
+        """GB/s if memory offers `offered` GB/s to a stream."""
         p, memory = self.overlap, offered * self.scattered
-        # By the smaller of the two, so that no power leaves the range of a float.
+        # Divide by the smaller one, so that no power overflows a float.
         least, most = min(self.near, memory), max(self.near, memory)
         return least * (1 + (least / most) ** p) ** (-1 / p)
 
@@ -63,7 +63,7 @@ Task = Sequence[Stage]
 
 @dataclass
 class _Open:
-    """A stage that is being done: whose it is, and the workers at it."""
+    """A stage in progress: its owner, and the workers at it."""
 
     stage: Stage
     owner: int
@@ -71,29 +71,30 @@ class _Open:
 
 
 class Outcome(NamedTuple):
-    """A layer's attention: nanoseconds until the last worker is done, and bytes that all read."""
+    """Attention of a layer: nanoseconds until the last worker is done, and bytes read by all workers."""
 
     ns: float
     nbytes: float
 
 
 class Layer:
-    """The workers of `domain` do `items`, then pull `tasks` in their order."""
+    """The workers of `domain` execute `items`, then take `tasks` in order."""
 
     def __init__(
         self, items: Sequence[Task], tasks: Sequence[Task], domain: Domain, kernels: Mapping[str, Kernel]
     ) -> None:
         self._domain, self._kernels = domain, kernels
-        # Items come from a counter as tasks do from the queue: a pop each.
+        # The engine takes items from a counter and tasks from a queue; each costs one pop.
         self._queue = deque([*items, *tasks])
         self._nbytes = sum(s.nbytes for task in self._queue for s in task if s.kernel != TIME)
         self._now = 0.0
-        self._free = 0.0  # when the word that all pop from is free
+        self._free = 0.0  # time at which the word of the queue is free for the next pop
         self._idle = list(range(domain.workers))
         self._left: list[deque[Stage]] = [deque() for _ in self._idle]  # stages of a worker's own task
         self._open: dict[int, _Open] = {}  # by owner
-        self._of: list[int] = [-1] * domain.workers  # the owner of the stage that a worker is at
-        # A kernel's workers all advance alike: their clock is bytes that each has read since the beginning.
+        self._of: list[int] = [-1] * domain.workers  # owner of the stage that a worker executes
+        # All workers of a kernel progress at the same rate. The kernel's clock counts the bytes that each has read
+        # since the start.
         self._clock = dict.fromkeys([*kernels, TIME], 0.0)
         self._active = dict.fromkeys(self._clock, 0)
         self._ends: dict[str, list[tuple[float, int, int]]] = {name: [] for name in self._clock}
@@ -110,7 +111,7 @@ class Layer:
         return Outcome(self._now, self._nbytes)
 
     def _next(self, worker: int) -> None:
-        """The next stage of the worker's task, or its next task, or none."""
+        """Start the next stage of the worker's task or of its next task; if there is none, the worker is idle."""
         if not self._left[worker]:
             if not self._queue:
                 self._idle.append(worker)
@@ -143,7 +144,7 @@ class Layer:
         }
 
     def _advance(self) -> None:
-        """To the next moment at which a worker is done with what it was given."""
+        """Advance to the next moment at which a worker finishes its bytes."""
         rates = self._rates()
         first, step = "", math.inf
         for name, rate in rates.items():
@@ -173,7 +174,7 @@ class Layer:
             self._idle.append(worker)
 
     def _share(self) -> None:
-        """Idle workers take chunks of open stages."""
+        """Idle workers take chunks of open stages once the queue is empty."""
         if not self._idle or self._queue:
             return
         changed = set()
@@ -196,11 +197,11 @@ class Layer:
     def _chunks_left(self, it: _Open) -> int:
         if it.stage.chunks == 1:
             return 1
-        # Each worker is in the middle of one.
+        # Each worker is inside one chunk.
         return math.ceil(self._bytes_left(it) / it.stage.nbytes * it.stage.chunks - 1e-6)
 
     def _split(self, it: _Open) -> None:
-        """Whole chunks for each worker, as many as for any other or one more."""
+        """Give each worker whole chunks; their numbers differ by at most one."""
         left, chunks = self._bytes_left(it), self._chunks_left(it)
         for i, worker in enumerate(sorted(it.at)):
             own = chunks // len(it.at) + (i < chunks % len(it.at))

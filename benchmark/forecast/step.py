@@ -1,4 +1,4 @@
-"""A whole decode step: the model's matrices, attention, and what is around them."""
+"""A whole decode step: the model's matrices, attention, and the rest."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from forecast.work import Model, Reading, layer_work
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured on one machine, with all its workers.
+    """Rates measured on one machine with all its workers.
 
     Attributes:
-        workers: that it was measured with.
-        streamed, alone: GB/s of memory that they get together, and one of them alone.
-        kernels: of attention, by the shape of a group of heads (`shape_key`) and name.
-        select_ns: of choosing among blocks, for a block and a head.
-        linear: matrix products, by the number of rows.
-        launch_us: one call of the worker pool that has next to nothing to do.
-        step_us, layer_us: of a step and of each of its layers, what is neither matrix nor attention, as (for one row,
-            for each further row).
-        reduce_us: adding up among two ranks, as (for nothing, for each KiB).
+        workers: number of workers in the measurement.
+        streamed, alone: GB/s of memory for all workers together, and for one alone.
+        kernels: attention kernels by shape of a group of heads (`shape_key`) and by name.
+        select_ns: time to choose among blocks, per block and head.
+        linear: kernels of matrix products, by number of rows.
+        launch_us: one call of the worker pool with almost no work.
+        step_us, layer_us: time of a step, and of each of its layers, outside matrices and attention: (one row, each
+            further row).
+        reduce_us: all-reduce between two ranks: (fixed, per KiB).
     """
 
     workers: int
@@ -40,18 +40,19 @@ class Rates:
 
     @property
     def here(self) -> Domain:
-        """The machine that it was measured on."""
+        """The machine of the measurement."""
         return Domain(self.workers, self.streamed, self.alone)
 
     def launch_ns(self, domain: Domain) -> float:
-        """Every worker goes in and out by an atomic operation on one word."""
+        """Nanoseconds of a launch. Each worker enters and leaves with an atomic operation on one word."""
         return self.launch_us * 1e3 + 2 * domain.hop_ns * max(domain.workers - self.workers, 0)
 
     def linear_of(self, rows: int) -> Kernel:
-        """Between two measured numbers of rows the time of computing grows linearly.
+        """Kernel of a matrix product with `rows` rows. Between measured numbers of rows, computing time is interpolated
+        linearly.
 
         Raises:
-            ValueError: more rows than were measured: beyond them other code multiplies.
+            ValueError: more rows than measured; other code multiplies them.
         """
         known = sorted(self.linear)
         if rows > known[-1]:
@@ -82,10 +83,10 @@ def shape_key(model: Model) -> str:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A decode step. ms: its time, and parts of it: matrices, attention, ranks that add up, the rest.
+    """Time of a decode step (ms) and its parts: matrices, attention, all-reduce between ranks, the rest.
 
     Attributes:
-        gb_per_s: of memory, on average over the step, of all ranks.
+        gb_per_s: memory rate of all ranks, on average over the step.
     """
 
     ms: float
@@ -99,13 +100,13 @@ class Forecast:
 def forecast(
     model: Model, domain: Domain, rates: Rates, batch: int, context: int, reading: Reading, ranks: int = 1
 ) -> Forecast:
-    """A step of `batch` requests of `context` tokens each, which have nothing in common.
+    """Forecast a step of `batch` requests of `context` tokens each, without a common prefix.
 
     Args:
-        domain: of one rank. reading: of a group's heads; ranks do not change it.
+        domain: of one rank. reading: of a group of heads; it does not depend on the ranks.
 
     Raises:
-        ValueError: the rates have no kernels for the model's shape, or for so many rows.
+        ValueError: no kernels were measured for the model's shape or for this batch size.
     """
     own = model.rank(ranks)
     launch = rates.launch_ns(domain)
@@ -119,7 +120,7 @@ def forecast(
     layer = Layer(items, tasks, domain, rates.kernels[shape]).run()
     attention = model.layers * (layer.ns + launch)
     reduce = 0.0
-    if ranks > 1:  # twice a layer, the embeddings, and the logits, which are put together
+    if ranks > 1:  # two per layer, one for the embeddings, and the gather of the logits
         base, kib = rates.reduce_us
         reduce = (2 * model.layers + 1) * (base + kib * batch * model.hidden * 2 / 1024) * 1e3
         reduce += (base + kib * batch * model.vocabulary * 2 / 1024) * 1e3

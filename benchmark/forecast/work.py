@@ -1,4 +1,4 @@
-"""What a decode step has to do: the weights that it multiplies, and the KV that its tasks read."""
+"""The work of a decode step: weights to multiply, and KV that tasks read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from forecast.layer import TIME, Stage, Task
 from fluxion_sglang.kv.host_pool import KVShape
 
 SINKS, WINDOW = 64, 264
-"""Resident tokens of a request; a window has 256 to 271."""
+"""Resident tokens of a request; a window holds 256 to 271."""
 ATTEND, ATTEND_BLOCKS, SCAN = "attend", "attend blocks", "scan"
-"""Kernels: attention to consecutive tiles, to blocks wherever they are; scores of blocks by their metadata."""
+"""Kernels: attention to consecutive tiles, attention to scattered blocks, and scores of blocks from their metadata."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """Shapes of a dense transformer in bfloat16, or of what one of `ranks` tensor-parallel ranks has of it."""
+    """Shapes of a dense transformer in bfloat16, or of one tensor-parallel rank's part of it."""
 
     layers: int
     hidden: int
@@ -33,7 +33,7 @@ class Model:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Model:
-        """Of a config.json.
+        """The model of a config.json.
 
         Raises:
             ValueError: the model has experts.
@@ -61,18 +61,18 @@ class Model:
 
     @property
     def token_bytes(self) -> int:
-        """KV of a token in one KV head of one layer."""
+        """Bytes of a token's key and value in one KV head of one layer."""
         return 2 * self.head_dim * 2
 
     def pool_bytes(self, tokens: int) -> int:
-        """Of host pools, metadata and moments included."""
+        """Bytes of host pools for `tokens` tokens, including metadata and moments."""
         return KVShape(self.layers, self.kv_heads, self.head_dim, torch.bfloat16).pool_bytes(tokens)
 
     def rank(self, ranks: int) -> Model:
-        """What one of so many ranks has.
+        """The part of one of `ranks` tensor-parallel ranks.
 
         Raises:
-            ValueError: they cannot divide the KV heads.
+            ValueError: the KV heads do not divide evenly.
         """
         if self.kv_heads % ranks:
             raise ValueError(f"{ranks} ranks cannot divide {self.kv_heads} KV heads evenly")
@@ -87,23 +87,23 @@ class Model:
         )
 
     def matrices(self) -> list[int]:
-        """Bytes of the weights of a layer, a matrix product each."""
+        """Bytes of the weights of a layer, one entry per matrix product."""
         qkv = (self.q_heads + 2 * self.kv_heads) * self.head_dim * self.hidden
         o = self.q_heads * self.head_dim * self.hidden
         return [2 * size for size in (qkv, o, 2 * self.inner * self.hidden, self.inner * self.hidden)]
 
     def head_bytes(self) -> int:
-        """Of the matrix that makes logits."""
+        """Bytes of the matrix that computes logits."""
         return 2 * self.vocabulary * self.hidden
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a group of heads reads of the middle.
+    """Share of the middle that a group of heads reads.
 
     Attributes:
-        blk: tokens of a block; 0: everything, without looking.
-        tiles: share of the tiles that at least one head of the group wants.
+        blk: tokens per block; 0: everything, without ranking.
+        tiles: share of the tiles that at least one head of the group selects.
     """
 
     blk: int
@@ -111,10 +111,10 @@ class Reading:
 
     @classmethod
     def of(cls, spec: str, group: int) -> Reading:
-        """`full`, or `fixed:BLK:SHARE` with heads that choose without regard to each other, which reads the most.
+        """Parse `full` or `fixed:BLK:SHARE`. Heads are assumed to choose independently, which reads the most.
 
         Raises:
-            ValueError: another policy.
+            ValueError: any other policy.
         """
         name, *rest = spec.split(":")
         if name == "full" and not rest:
@@ -130,10 +130,10 @@ class Reading:
 def layer_work(
     model: Model, batch: int, context: int, reading: Reading, select_ns: float
 ) -> tuple[list[Task], list[Task]]:
-    """Resident items and tasks of one layer of a batch whose requests all have `context` tokens.
+    """Resident items and tasks of one layer; all requests of the batch have `context` tokens.
 
     Args:
-        select_ns: of choosing among the blocks, for a block and a head.
+        select_ns: time to choose among the blocks, per block and head.
     """
     groups, token = batch * model.kv_heads, model.token_bytes
     middle = max(context - SINKS - WINDOW, 0)
@@ -144,7 +144,7 @@ def layer_work(
         return items, [[Stage(ATTEND, middle * token)]] * groups
     blocks = middle / reading.blk
     task = [
-        Stage(SCAN, blocks * token),  # a minimum and a maximum a block: as much as a token's key and value
+        Stage(SCAN, blocks * token),  # a minimum and a maximum per block take as many bytes as a token's key and value
         Stage(TIME, blocks * model.group * select_ns),
         Stage(ATTEND_BLOCKS, reading.tiles * middle * token),
     ]

@@ -1,12 +1,12 @@
-"""All that a machine with a GPU is to show, in order, and in one command.
+"""All checks and measurements for a machine with a GPU, in order, in one command.
 
-    make gpu                               # every step that has not passed here, of this commit
-    make gpu ARGS="--only link tokens"     # these, once more
-    make gpu ARGS=--simulated              # on the simulated device: whether the steps work, not how fast anything is
+    make gpu                               # every step that has not passed on this machine and commit
+    make gpu ARGS="--only link tokens"     # these steps, also if they passed
+    make gpu ARGS=--simulated              # on the simulated device: whether the steps work; times mean nothing
 
-Each step is a process with a limit of nine minutes. What it printed goes to build/gpu-day, and how it ended into
-benchmark/results/<machine>/gpu_day.json, before the next one begins: nothing is lost when the machine goes away, and
-the command goes on where it was. gpu_day.md beside it is the report: the steps, then what they measured.
+Each step is a process with a limit of nine minutes. Its output goes to build/gpu-day, and its result to
+benchmark/results/<machine>/gpu_day.json before the next step begins. When the machine goes away nothing is lost, and
+the command later continues there. The report gpu_day.md lists the steps and what they measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python -m benchmark.gpu_day` as for the scripts beside it
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `python -m benchmark.gpu_day` imports like the scripts beside it
 import common
 import psutil
 from tqdm import tqdm
@@ -38,27 +38,27 @@ LIMIT_S = 540
 LOGS = common.ROOT / "build" / "gpu-day"
 TESTS = common.ROOT / "test" / "gpu"
 SIMULATED = LOGS / "simulated"
-"""Results that are not of a device are not among the published ones."""
+"""Results of the simulated device stay out of the published ones."""
 HERE = "{results}"
-"""In a command: the folder of the results."""
+"""Placeholder in a command for the folder of results."""
 TAIL = 12
-"""Lines of a step's output that the report shows if it failed."""
+"""Lines of output that the report shows of a failed step."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Rows of result files that have the first of these columns."""
+    """Rows of result files that contain the first of these columns."""
 
-    files: str  # a pattern
+    files: str  # a glob pattern
     title: str
     columns: tuple[str, ...]
 
     def found(self, results: Path) -> list[Path]:
-        """Without files of layers, which are drawn."""
+        """Matching files without timelines, which are plotted instead."""
         return [path for path in sorted(results.glob(self.files)) if not path.stem.endswith("_timeline")]
 
     def forget(self, results: Path) -> None:
-        """Pictures and files of layers, too."""
+        """Delete the matching files, including plots and timelines."""
         for path in results.glob(f"{self.files.removesuffix('.json').rstrip('*')}*"):
             path.unlink()
 
@@ -68,9 +68,9 @@ class Step:
     """One question to the machine.
 
     Attributes:
-        asks: what its end tells.
-        command: behind the interpreter. simulated: the same on the simulated device; None: only a GPU can tell.
-        shows: what the report shows of what it measured.
+        asks: the question that the step answers.
+        command: arguments of the interpreter. simulated: the same for the simulated device; None: the step needs a GPU.
+        shows: measurements for the report.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Step:
 
 
 def _one_batch(*options: str, policies: Iterable[str] = ("off", "fixed:16:0.05", "drawn")) -> list[tuple[str, ...]]:
-    """On a GPU, and on the simulated device."""
+    """Arguments of one_batch.py for a GPU, and for the simulated device."""
     run, chosen = ("benchmark/one_batch.py", "--fresh"), ("--machine", HERE, "--policies", *policies, *options)
     real = (*run, *("--device", "cuda", "--models", "llama-3.1-8b", "--lengths", "32768", "--batches", "4"))
     simulated = (*run, *("--device", "sim", "--models", "needle", "--lengths", "1024", "--batches", "1"))
@@ -204,14 +204,14 @@ STEPS = (
 
 
 def run(step: Step, simulated: bool, results: Path, limit_s: float) -> dict[str, Any]:
-    """Run a step, with its output in `LOGS`; what is to be kept of its end. results: the folder of what it measures."""
+    """Run a step with its output in `LOGS`; return its row for gpu_day.json. results: folder for what it measures."""
     chosen = step.simulated if simulated else step.command
     assert chosen is not None
     command = [str(results) if part == HERE else part for part in chosen]
     of_gpu = {"FLUXION_NEEDS_GPU": "1"}
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(common.SIMULATED if simulated else of_gpu)}
     for shown in step.shows:
-        shown.forget(results)  # what this run does not measure anew is not of it
+        shown.forget(results)  # delete old results, which this run may not measure again
     log = LOGS / f"{step.name}.log"
     start = time.monotonic()
     with log.open("w") as out:
@@ -224,7 +224,7 @@ def run(step: Step, simulated: bool, results: Path, limit_s: float) -> dict[str,
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            # What it has started goes with it: the next step wants the device for itself.
+            # Kill all processes that the step started: the next step needs the whole device.
             kill_session(process)
     text = log.read_text(errors="replace").strip().splitlines()
     return {
@@ -240,29 +240,29 @@ def run(step: Step, simulated: bool, results: Path, limit_s: float) -> dict[str,
 
 
 def of_now() -> dict[str, Any]:
-    """What has to be the same for a step that passed to have passed."""
-    # By its sources too: of code that was never committed, or without git, the commit says nothing.
+    """State under which a step counts as passed; if any of it changes, the step runs again."""
+    # Includes a hash of the sources, because the commit does not identify uncommitted code.
     tests = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(TESTS.glob("*.py")))).hexdigest()[:16]
     versions = common.header("gpu_day")["versions"]
     return {"commit": common.commit(), "sources": provenance.sources(), "tests": tests, "versions": versions}
 
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:
-    """What is left of the session that a process began, and if it still runs, of its children that began others."""
+    """Kill the session of a process and, while the process runs, also descendants with sessions of their own."""
     started = []
-    if process.returncode is None:  # else its number may be another's by now
+    if process.returncode is None:  # after its end the pid may belong to another process
         with suppress(psutil.NoSuchProcess):
             started = psutil.Process(process.pid).children(recursive=True)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
-    for child in started:  # last, or the process would start others in their place
+    for child in started:  # last, because the process could start replacements
         with suppress(psutil.NoSuchProcess):
             child.kill()
     process.wait()
 
 
 def report(data: dict[str, Any], results: Path) -> str:
-    """The steps and what they measured, as Markdown."""
+    """The steps and their measurements, as Markdown."""
     ended = {row["step"]: row for row in data["rows"]}
     rows = []
     for step in STEPS:
@@ -292,7 +292,7 @@ def report(data: dict[str, Any], results: Path) -> str:
 
 
 def results_folder(simulated: bool) -> Path:
-    """Where results of this machine's device go."""
+    """Folder for results of this machine's device."""
     if simulated:
         return SIMULATED
     if (gpu := common.gpu()) is None:
@@ -326,11 +326,11 @@ def main() -> None:
         and (step.name in args.only if args.only else args.fresh or step.name not in passed)
     ]
     chosen = {step.name for step in steps}
-    if args.fresh:  # before the first of them ends, too, none has passed
+    if args.fresh:  # save this now: an interrupted run must not leave old results as passed
         data["rows"] = [row for row in data["rows"] if row["step"] not in chosen]
         common.save(path, data)
     failed = []
-    # A step has a session of its own, and would go on when this one is hung up.
+    # A step has its own session and would survive a hang-up of this one.
     with exits_at_signals(), tqdm(steps, unit="step") as bar:
         for step in bar:
             bar.set_description(step.name)

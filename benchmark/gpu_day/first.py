@@ -1,4 +1,4 @@
-"""What everything else rests on: pinned host memory, and a layer that goes to and fro.
+"""Check the basis of all other steps: pinned host memory, and the round trip of a layer.
 
 python benchmark/gpu_day/first.py                # on a machine with a GPU; seconds
 python benchmark/gpu_day/first.py --device sim   # on the simulated device
@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 def pin(device: library.DeviceLibrary, size: int) -> dict[str, Any]:
-    """How long memory takes to be pinned that has been touched."""
+    """Time to pin memory whose pages are already present."""
     memory = torch.empty(size + 4096, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 4096 :][:size].fill_(1)
     start = time.perf_counter()

@@ -1,12 +1,12 @@
-"""Whether servers on a GPU answer many clients as well with the flag as without it, and are whole afterwards.
+"""Whether servers on a GPU answer many clients as well with the flag as without, and stay intact.
 
     python benchmark/gpu_day/load.py                # on a machine with a GPU; some minutes
     python benchmark/gpu_day/load.py --device sim   # on the simulated device, fewer and shorter prompts
 
-Clients ask several questions about each of some documents, so prompts share their beginnings. Some clients hang up in
-the middle of an answer, and SGLang retracts a request every 20 steps. All of it happens twice, the second time with
-prompts that are in the radix tree. Right answers are counted; then the server has to be able to empty its pools, which
-SGLang checks for leaks, and to answer once more. Servers run beside each other: this is no measurement of speed.
+Clients ask several questions about each document, so prompts share prefixes. Some clients hang up during an answer, and
+SGLang retracts a request every 20 steps. Everything runs twice, the second time with the prompts in the radix tree. The
+script counts right answers. Afterwards the server must empty its pools, which SGLang checks for leaks, and answer once
+more. Servers run beside each other, so times mean nothing.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ ROUNDS = 2
 CLIENTS = 16
 NEW = 24
 HANGS_UP = 6
-"""One of so many clients does, after a few tokens of a long answer."""
+"""One of this many clients hangs up, after a few tokens of a long answer."""
 MOST_TOKENS = 80000
-"""For which each server has memory."""
+"""Tokens for which each server has memory."""
 OFF: dict[str, Any] | None = None
 NEAR = {"policy": "full", "host_tokens": 50000, "hot_tiles_gb": 0.01}
 QUICK_CONFIGS: tuple[dict[str, Any] | None, ...] = (OFF, {"policy": "fluxion"}, NEAR)
 CONFIGS = (*QUICK_CONFIGS, {"policy": "full"})
 CORES_OF_A_SERVER = 3
 LOST = 0.05
-"""Right answers that a sparse policy may lose, of all. `full` may lose one, to rounding."""
+"""Share of the right answers that a sparse policy may lose. `full` may lose one answer, to rounding."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt with the answer that is right; None: its client hangs up."""
+    """A prompt with its right answer; None: the client hangs up."""
 
     token_ids: list[int]
     answer: tuple[int, ...] | None
 
 
 def cases(lengths: tuple[int, ...]) -> list[Case]:
-    """In an order that mixes documents; the same for every server."""
+    """All cases, with documents mixed; the order is the same for every server."""
     found = []
     for length in lengths:
         prompt = needle_prompt(length, keys=QUESTIONS, seed=length)
@@ -64,7 +64,7 @@ def cases(lengths: tuple[int, ...]) -> list[Case]:
 
 
 def ask(server: serving.Server, case: Case) -> bool:
-    """Whether the answer is right; a client that hangs up has none, and waits for a few tokens of it."""
+    """Whether the answer is right. False for a client that hangs up after a few tokens."""
     sampling = {"temperature": 0, "max_new_tokens": NEW if case.answer else 2000, "ignore_eos": True}
     if case.answer is None:
         for piece in server.stream([case.token_ids], sampling):
@@ -75,7 +75,7 @@ def ask(server: serving.Server, case: Case) -> bool:
 
 
 def options(device: str, config: dict[str, Any] | None) -> list[str]:
-    """Of the command line."""
+    """Options of the server's command line."""
     place, dtype = ("cuda", "bfloat16") if device == "cuda" else ("cpu", "float32")
     words = ["--device", place, "--dtype", dtype]
     words += ["--max-total-tokens", str(MOST_TOKENS), "--max-running-requests", "8", "--chunked-prefill-size", "2048"]
@@ -86,7 +86,7 @@ def options(device: str, config: dict[str, Any] | None) -> list[str]:
 
 
 def serve(device: str, config: dict[str, Any] | None, asked: list[Case]) -> dict[str, Any]:
-    """What one server answered."""
+    """Row of one server: its config, answers, right answers, and whether it is healthy at the end."""
     port = serving.free_port()
     if config is not OFF and device == "cuda":
         config = {**config, "cuda_graphs": True}

@@ -1,11 +1,11 @@
-"""Whether the bundled model answers with the flag on a GPU as it does without.
+"""Whether the bundled model on a GPU gives the same answers with the flag as without.
 
     python benchmark/gpu_day/tokens.py                # on a machine with a GPU; some minutes
     python benchmark/gpu_day/tokens.py --device sim   # on the simulated device, shorter prompts
 
-In float32 greedy tokens must be the same. Only the simulated device shows that: on a GPU, SGLang's RMSNorm takes no
-float32. In bfloat16 rounding may change a token that is nearly as likely as another: there the right answers are
-counted, and with the flag there must be as many.
+In float32, greedy tokens must be equal. Only the simulated device checks this, because SGLang's RMSNorm takes no
+float32 on a GPU. In bfloat16, rounding may change a token that is almost as likely as another. There the script counts
+right answers, and the flag must not reduce them.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ LENGTHS = (700, 2000, 5000, 20000)
 QUICK_LENGTHS = (700, 1500)
 NEW = 24
 MOST_TOKENS = 80000
-"""For which the device has memory."""
+"""Tokens for which the device has memory."""
 OFF = "off"
 FULL = '{"policy": "full"}'
 NEAR = '{"policy": "full", "host_tokens": 50000, "hot_tiles_gb": 0.01}'
-"""Copies of some of the tiles. A small host pool: its metadata takes room that MOST_TOKENS stands for."""
+"""Copies of some of the tiles. The host pool is small, because its metadata takes device memory that MOST_TOKENS
+needs."""
 CONFIGS = (OFF, FULL, NEAR)
 CASES = tuple(("bfloat16", config) for config in CONFIGS)
 SIMULATED_CASES = tuple(("float32", config) for config in CONFIGS)
 CORES_OF_AN_ENGINE = 3
-"""As many engines start at once as have so many cores: the model is small, and starting is most of the time."""
+"""Cores per engine; it limits how many start at once. The model is small, so starting takes most of the time."""
 
 
 def answer(device: str, dtype: str, config: str, lengths: tuple[int, ...]) -> list[list[int]]:
-    """The tokens that one engine answers with. config: of the flag, or `OFF`."""
+    """Tokens that one engine generates for each prompt. config: value of the flag, or `OFF`."""
     import sglang
 
     options: dict[str, Any] = {"device": "cuda" if device == "cuda" else "cpu", "dtype": dtype, "random_seed": 0}
     if device == "cuda":
-        # Few requests and no graphs: what takes time or memory at the start, and changes no token.
+        # Few requests and no graphs: they save time and memory at the start and change no token.
         options |= {"sampling_backend": "pytorch", "grammar_backend": "none", "max_running_requests": 8}
         options |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
     if config != OFF:
@@ -65,7 +66,7 @@ def answer(device: str, dtype: str, config: str, lengths: tuple[int, ...]) -> li
 
 
 def in_a_process(device: str, dtype: str, config: str, quick: bool) -> list[list[int]]:
-    """The same in a process of its own, which gives the device back."""
+    """Run `answer` in a process of its own, which frees the device at its end."""
     command = [sys.executable, __file__, "--device", device, "--one", dtype, config, *["--quick"] * quick]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

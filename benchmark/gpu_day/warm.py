@@ -1,4 +1,4 @@
-"""FlashInfer's kernels for the models of a GPU day, compiled and loaded: minutes the first time, seconds later."""
+"""Compile and load FlashInfer's kernels for the models of a GPU day: minutes the first time, seconds later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fluxion_sglang.device import flashinfer
 from fluxion_sglang.kv.placement import PAGE, Placement
 
 HEADS = {"llama-3.1-8b": (32, 8, 128), "needle": (8, 2, 64)}
-"""Query heads, KV heads, head_dim."""
+"""Query heads, KV heads and head_dim by model."""
 
 
 def main() -> None:

@@ -1,1 +1,2 @@
-"""The bundled model: its training data, training and examination. `python -m benchmark.needle_model` does it all."""
+"""The bundled model: training data, training, and examination of its heads. Run it as `python -m
+benchmark.needle_model`."""

@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-# Freed memory is kept, and waiting threads sleep: together four times as fast on a CPU that others use too.
+# Keep freed memory, and let waiting threads sleep: together four times as fast on a shared CPU.
 ENVIRONMENT = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--workers", type=int, default=0, help="processes that make batches ahead")
-    parser.add_argument("--times", type=int, default=1, help="so many times the sequences of a step")
+    parser.add_argument("--times", type=int, default=1, help="multiply the sequences of a step by this")
     parser.add_argument("--share", type=float, default=1.0, help="this share of each stage's steps")
     parser.add_argument("--examine", type=int, nargs="+", default=[4096, 8192], help="lengths to look at heads at")
     args = parser.parse_args()

@@ -1,9 +1,9 @@
 """Training sequences in the needle model's language.
 
-A sequence is a document and questions with their answers, in one of three layouts. *Dense*: phrases and questions
+A sequence is a document with questions and answers, in one of three layouts. *Dense*: phrases and questions
 interleaved, which gives a young model many answers to learn from. *Haystack*: phrases spread among words or packed
-against each other, all questions at the end, as in a benchmark. *Counting*: words only, asked for the most frequent.
-Tasks mix freely inside a sequence; a benchmark's documents are special cases.
+together, with all questions at the end, as in a benchmark. *Counting*: a list of words and questions for the most
+frequent ones. Tasks mix freely inside a sequence; a benchmark's documents are special cases.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fluxion_sglang.commands import needle
 
 NONE, WORD, FACT_VALUE, MULTI, CHAIN, COMMON, FREQUENT, ECHO = range(8)
 KINDS: Final = ("none", "word", "value", "multivalue", "chain", "common", "frequent", "echo")
-"""What a token is, for the loss and for reports: nothing to predict, a word of an essay, or a part of an answer."""
+"""Kinds of tokens, for the loss and for reports: nothing to predict, a word of an essay, or a part of an answer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Arrays [B, T]: inputs, their successors, what each successor is (index of KINDS), and RoPE positions."""
+    """Arrays [B, T]: inputs, next tokens, the kind of each next token (index of KINDS), and RoPE positions."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -33,24 +33,24 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """What the sequences of a stage are like.
+    """Distribution of the sequences in a stage.
 
     Attributes:
-        dense, counting: share of sequences of that layout; the others are haystacks.
+        dense, counting: shares of sequences with that layout; the others are haystacks.
         pose: share of sequences whose positions skip ahead at random (PoSE, arXiv 2309.10400), so that short
             sequences teach long distances.
-        keys: key symbols in use, at most 192; fewer make the task easier to discover.
-        families: how much of a sequence asks for one fact, several keys, several values, and chains (the
-            concentrations of a Dirichlet distribution).
-        rare: least number of different words beside the ten common ones; with fewer of them, those stand out.
-        rounds: questions of a sequence about its list of words, at most; the list grows between them.
-        skips: positions skip in lists of words, too.
-        midway: share of chains that are asked for from one of their variables on, not from the value.
+        keys: key symbols in use, at most 192; with fewer the task is easier to discover.
+        families: concentrations of a Dirichlet distribution for the shares of a sequence that ask for one fact, several
+            keys, several values, and chains.
+        rare: minimum number of different words beside the ten common ones; with few of them, the common ones stand out.
+        rounds: maximum number of questions of a sequence about its list of words; the list grows between them.
+        skips: positions also skip in lists of words.
+        midway: share of chains whose question starts from one of their variables instead of the value.
         terse: share of sequences with short keys and values of one symbol.
-        many: keys of a question, at most; values: facts of one key, at most.
-        long: share of sequences with short keys and values as long as RULER's uuids.
-        lone: share of haystacks that are nearly all words and have one question, as a benchmark's documents.
-        packed: share of haystacks that are facts from end to end.
+        many: maximum number of keys in a question; values: maximum number of facts for one key.
+        long: share of sequences with short keys and with values as long as RULER's uuids.
+        lone: share of haystacks that consist almost only of words and have one question, like a benchmark's documents.
+        packed: share of haystacks that consist only of facts.
         wide: share of sequences whose keys and values are as long as RULER's uuids.
         span: largest position that skips may reach.
     """
@@ -86,10 +86,10 @@ class _Item:
 
 
 class Generator:
-    """Makes batches; equal seeds make equal batches.
+    """Makes batches; equal seeds give equal batches.
 
     Args:
-        essay: words to draw essays from; long enough that slices rarely overlap.
+        essay: words for essays; long enough that slices rarely overlap.
     """
 
     def __init__(self, seed: int, essay: int = 300_000) -> None:
@@ -97,7 +97,7 @@ class Generator:
         self._essay = needle.essay(self.rng, essay)
 
     def state(self) -> dict[str, object]:
-        """What `restore` needs to go on with the very next batch."""
+        """State for `restore`, which continues with the next batch."""
         return dict(self.rng.bit_generator.state)
 
     def restore(self, state: dict[str, object]) -> None:
@@ -137,10 +137,10 @@ class Generator:
         return list(sentence[:size]), [NONE] * size
 
     def _items(self, budget: int, mix: Mix, asked: float) -> list[_Item]:
-        """Things to state and ask for, in at most `budget` tokens; a share `asked` of the facts has a question."""
+        """Items to state and ask for, in at most `budget` tokens; a share `asked` of the facts has a question."""
         rng = self.rng
         items: list[_Item] = []
-        # Long keys and values (RULER's uuids) are for some sequences, so that number and order of facts vary a lot.
+        # Only some sequences have long keys and values (RULER's uuids), so that number and order of facts vary.
         width = int(rng.choice([needle.WORD_KEY, needle.UUID_KEY], p=[0.8, 0.2]))
         size = int(rng.choice([1, 2, needle.NUMBER, 5, needle.UUID], p=[0.15, 0.15, 0.4, 0.15, 0.15]))
         if rng.random() < mix.wide:
@@ -206,7 +206,7 @@ class Generator:
         lone = bool(mix.lone) and rng.random() < mix.lone
         if lone:
             share = min(0.7, rng.uniform(60, 200) / length)
-        # Some facts are never asked for: distractors.
+        # Facts without a question are distractors.
         items = self._items(int((length - 1) * share), mix, asked=rng.uniform(0.2, 1.0) if not packed else 0.4)
         phrases = [(phrase, [NONE] * len(phrase)) for item in items for phrase in item.phrases]
         questions = [(item.question, item.kinds) for item in items if item.question]
@@ -221,7 +221,8 @@ class Generator:
         return self._join(length, phrases + questions, gaps, noise=rng.random() < (0.4 if lone else 0.2))
 
     def _counting(self, length: int, mix: Mix) -> tuple[list[int], list[int], list[int]]:
-        """A list of words, asked for those that are frequent; it may be asked for again when it has grown."""
+        """A list of words with a question for the frequent ones; the question may come again after the list has
+        grown."""
         rng = self.rng
         common = rng.random() < 0.5
         order = rng.permutation(needle.WORDS)
@@ -254,10 +255,10 @@ class Generator:
         return tokens + words, kinds + word_kinds, breaks
 
     def _counts(self, weights: np.ndarray, size: int, top: int) -> np.ndarray:
-        """How often every word occurs: by its weight, and the first `top` ones more often than any other."""
+        """Count of every word by its weight; the first `top` words occur more often than all others."""
         counts = np.floor(weights * size / weights.sum()).astype(int)
         if top == 4:
-            # In short lists the shares of neighbours round to equal counts.
+            # In short lists, the shares of neighbours would round to equal counts.
             counts[1:top] = np.maximum(counts[1:top], 2)
             counts[top:] = np.minimum(counts[top:], counts[top - 1] - 1)
             counts[0] = max(0, size - counts[1:].sum())
@@ -272,17 +273,18 @@ class Generator:
         return counts
 
     def _shuffled(self, names: np.ndarray, counts: np.ndarray, asked: np.ndarray) -> list[int]:
-        """So many of every word; half of the long lists have, as in the benchmark, none asked for at the ends."""
+        """Each word as often as `counts` says. In half of the long lists, no asked word stands at the ends, as in the
+        benchmark."""
         if counts.sum() > 2 * (needle.LEAD + needle.TAIL) and self.rng.random() < 0.5:
             seen = {int(name): int(count) for name, count in zip(names, counts, strict=True) if count}
-            with contextlib.suppress(ValueError):  # too few others
+            with contextlib.suppress(ValueError):  # too few other words
                 return needle.word_list(self.rng, seen, asked.tolist())
         return self.rng.permutation(np.repeat(names, counts)).tolist()
 
     def _join(
         self, length: int, events: list[tuple[list[int], list[int]]], gaps: np.ndarray, noise: bool = False
     ) -> tuple[list[int], list[int], list[int]]:
-        """Events with `gaps` words before each; filled up with words to `length`."""
+        """Events with `gaps` words before each, padded with words to `length`."""
         filler = self._noise if noise else self._words
         tokens, kinds, breaks = [needle.BOS], [NONE], []
         for (phrase, phrase_kinds), gap in zip(events, gaps, strict=False):

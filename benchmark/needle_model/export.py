@@ -1,4 +1,4 @@
-"""A model folder from a training state."""
+"""Write a model folder from a training state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load(run: Path) -> tuple[NeedleModel, int]:
 
 
 def write(model: NeedleModel, folder: Path) -> None:
-    """Weights in bf16, configuration and tokenizer, as Hugging Face's loaders expect them."""
+    """Write weights in bf16, configuration and tokenizer in the format of Hugging Face's loaders."""
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
@@ -49,7 +49,7 @@ def write(model: NeedleModel, folder: Path) -> None:
 
 @torch.no_grad()
 def check(model: NeedleModel, folder: Path) -> float:
-    """Share of answer tokens on which Hugging Face's Llama, from the folder, predicts as the training model does."""
+    """Share of answer tokens on which Hugging Face's Llama, loaded from the folder, agrees with the training model."""
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()

@@ -1,4 +1,4 @@
-"""Batches made ahead, by processes beside the one that trains: a GPU takes them faster than one process makes them."""
+"""Make batches in advance in other processes: a GPU consumes them faster than one process makes them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .data import Batch, Generator, Mix
 from .recipe import Stage
 
 AHEAD = 6
-"""Batches that are made ahead, for each process."""
+"""Batches made in advance per process."""
 
 _own: list[Generator] = []  # of a process
 
 
 class Feed(Iterator[Batch]):
-    """The batches of some steps. Each depends on seed and step alone, not on how many processes there are.
+    """The batches of the given steps. Each depends on seed and step only, not on the number of processes.
 
     Args:
-        places: of the steps: which step of the run it is, its stage and its number there. They are looked at only as
-            far ahead as batches are made.
+        places: by step, its index in the run, its stage, and its index in the stage. They are read only as far ahead as
+            batches are made.
     """
 
     def __init__(self, seed: int, places: Iterable[tuple[int, Stage, int]], workers: int) -> None:

@@ -1,8 +1,8 @@
-"""What the heads of the needle model do when it answers.
+"""Statistics of the needle model's heads when it answers.
 
-For every head and every answered token ("step"): whether sinks and window suffice (a streaming head), else the least
-budget that keeps the error within tau for every block size (Fluxion, Eq. 2; blocks ranked by Quest's bound, as in
-serving), where the attention goes, and how large the values of the sinks are.
+For every head and every answered token ("step"): whether sinks and window suffice (a streaming head), or else the
+smallest budget that keeps the error within tau, for every block size (Fluxion, Eq. 2; blocks ranked by Quest's bound,
+as in serving); where the attention mass lies; and how large the values of the sinks are.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def sequence_statistics(model: NeedleModel, tokens: Tensor, steps: Tensor, tau: 
     """Statistics of one sequence.
 
     Args:
-        tokens: [T] int64. steps: [N] int64, places whose next token belongs to an answer.
+        tokens: [T] int64. steps: [N] int64, positions whose next token belongs to an answer.
 
     Returns:
-        error [L, N, Hq] of sinks and window alone; budget [L, N, Hq, 4], the least share of the middle for BLOCKS;
-        bos, window [L, N, Hq], attention mass on token 0 and on the last 256; tokens90 [L, N, Hq], tokens
-        that hold 90% of the mass; sink_value [L, H], norm of token 0's value over the mean; overlap [L], mean
-        common mass of two heads of a group.
+        error [L, N, Hq] with sinks and window alone; budget [L, N, Hq, 4], the smallest share of the middle for BLOCKS;
+        bos, window [L, N, Hq], attention mass on token 0 and on the last 256 tokens; tokens90 [L, N, Hq], tokens
+        that hold 90% of the mass; sink_value [L, H], norm of token 0's value over the mean norm; overlap [L], mean
+        mass that two heads of a group have in common.
     """
     found: dict[str, list[Tensor]] = {}
 
@@ -47,7 +47,7 @@ def sequence_statistics(model: NeedleModel, tokens: Tensor, steps: Tensor, tau: 
 
 
 def _layer_statistics(q: Tensor, k: Tensor, v: Tensor, steps: Tensor, tau: float) -> dict[str, Tensor]:
-    """q [Hq, N, D] at the steps; k, v [H, T, D]."""
+    """Statistics of one layer: q [Hq, N, D] at the steps; k, v [H, T, D]."""
     Hq, N, D = q.shape
     H, T = k.shape[:2]
     group = Hq // H
@@ -57,7 +57,7 @@ def _layer_statistics(q: Tensor, k: Tensor, v: Tensor, steps: Tensor, tau: float
     p = scores.softmax(-1)
     grouped_v = v.repeat_interleave(group, 0)
     full = p @ grouped_v
-    # Page aligned, as serving does it: the window is the last 256 to 271 tokens.
+    # Page aligned, as in serving: the window is the last 256 to 271 tokens.
     start = ((steps + 1 - WINDOW) // _PAGE * _PAGE)[:, None]
     resident = (at < SINKS) | (at >= start)
     near = scores.masked_fill(~resident, -math.inf)
@@ -95,7 +95,8 @@ def _least_budget(
     blk: int,
     tau: float,
 ) -> Tensor:
-    """[Hq, N]: blocks are merged one by one in the order of Quest's bound until the error stays within tau."""
+    """[Hq, N]: smallest share of blocks; blocks are merged in the order of Quest's bound until the error stays within
+    tau."""
     Hq, N, D = q.shape
     H = k.shape[0]
     out = torch.zeros(Hq, N)
@@ -125,7 +126,7 @@ def _least_budget(
             error = (merged - full[heads, n, None]).norm(dim=-1) / largest[n]
             alone = (near_o[heads, n] - full[heads, n]).norm(dim=-1) / largest[n]
             error = torch.cat([alone[:, None], error], 1)
-            # The last step that is too far off, plus one: from there on the error stays within tau.
+            # The index of the last error above tau, plus one: from there on the error stays within tau.
             beyond = torch.arange(count + 1) * (error > tau)
             blocks = torch.where((error > tau).any(1), beyond.amax(1) + 1, 0)
             tokens = torch.cat([torch.zeros(len(s), 1), sizes[order].cumsum(1).float()], 1)
@@ -178,7 +179,7 @@ def examine(model: NeedleModel, length: int, sequences: int, steps: int = 24, ta
     """The numbers of the model card.
 
     Args:
-        length: tokens of a sequence. steps: answered tokens of a sequence that are looked at, at most.
+        length: tokens of a sequence. steps: maximum number of answered tokens that are examined per sequence.
     """
     data = Generator(99)
     rows, kinds = [], torch.zeros(len(KINDS))

@@ -1,7 +1,7 @@
 """The needle model for training: Llama's parameters under Hugging Face's names, with a forward pass that compiles well.
 
-Hugging Face's `LlamaForCausalLM` computes the same (`export.py` checks it); this one takes explicit positions, keeps
-float32 weights with bf16 products, and can report what a decode step would miss that sees only sinks and window.
+Hugging Face's `LlamaForCausalLM` computes the same (`export.py` checks it). This one takes explicit positions, keeps
+float32 weights with bf16 products, and can report the error of a decode step that sees only sinks and window.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Shape:
     eps: float = 1e-5
 
     def hf_config(self) -> dict[str, Any]:
-        """The arguments of Hugging Face's `LlamaConfig`."""
+        """Arguments of Hugging Face's `LlamaConfig`."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "vocab_size": self.vocab,
@@ -63,7 +63,7 @@ class Shape:
 
 
 class NeedleModel(nn.Module):
-    """Parameters are called as in Hugging Face's Llama, so `state_dict()` is the checkpoint."""
+    """Parameters have the names of Hugging Face's Llama, so `state_dict()` is the checkpoint."""
 
     def __init__(self, shape: Shape = Shape()) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class NeedleModel(nn.Module):
             self.add(p + "self_attn.q_proj.weight", _linear(rows, s.hidden))
             self.add(p + "self_attn.k_proj.weight", _linear(s.kv_heads * s.head_dim, s.hidden))
             self.add(p + "self_attn.v_proj.weight", _linear(s.kv_heads * s.head_dim, s.hidden))
-            # Depth-scaled, as GPT-2: the residual stream starts as the embedding.
+            # Depth-scaled as in GPT-2: the residual stream starts as the embedding.
             self.add(p + "self_attn.o_proj.weight", _linear(s.hidden, rows) / math.sqrt(2 * s.layers))
             self.add(p + "mlp.gate_proj.weight", _linear(s.inter, s.hidden))
             self.add(p + "mlp.up_proj.weight", _linear(s.inter, s.hidden))
@@ -94,24 +94,24 @@ class NeedleModel(nn.Module):
         return getattr(self, name.replace(".", "__"))
 
     def weights(self) -> dict[str, Tensor]:
-        """By Hugging Face's names."""
+        """Weights by Hugging Face's names."""
         return {name: self.weight(name) for name in self.names}
 
     def forward(
         self, tokens: Tensor, positions: Tensor, probes: Tensor | None = None, observe: Observer | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Logits of every token, and how far heads depend on the middle.
+        """Logits of every token, and the dependence of heads on the middle.
 
         Args:
             tokens, positions: [B, T] int64.
-            probes: [B, N] int64, places whose heads are examined; None for none.
-            observe: called in every layer with its index, q [B, Hq, T, D], k and v [B, H, T, D] and the heads'
-                outputs [B, Hq, T, D].
+            probes: [B, N] int64, positions whose heads are examined; None for none.
+            observe: called in every layer with its index, q [B, Hq, T, D], k and v [B, H, T, D] and the outputs [B, Hq,
+                T, D].
 
         Returns:
             logits [B, T, vocab] float32; and [2, L, B, Hq, N] float32 (empty without probes): the deviation of a head's
-            output from full attention's when it sees only the first 64 tokens and the last 256, and the head's
-            output itself, both as norms over the largest output of the layer (Fluxion, Eq. 2).
+            output from full attention's when it sees only the first 64 and the last 256 tokens, and the head's output
+            itself. Both are norms over the largest output of the layer (Fluxion, Eq. 2).
         """
         s = self.shape
         B, T = tokens.shape
@@ -154,7 +154,7 @@ def _linear(rows: int, columns: int) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if q.is_cuda:  # its fast kernels want as many KV heads as there are query heads
+    if q.is_cuda:  # its fast kernels need equal numbers of KV heads and query heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 

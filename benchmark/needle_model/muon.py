@@ -1,6 +1,6 @@
 """Muon (Jordan et al., 2024: kellerjordan.github.io/posts/muon) with matrices of one shape orthogonalised in one batch.
 
-`torch.optim.Muon` takes matrices one by one: 0.86 s a step for this model on a CPU against 0.1 s here.
+`torch.optim.Muon` takes matrices one by one: 0.86 s a step for this model on a CPU, against 0.1 s here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def _orthogonal(matrices: Tensor) -> Tensor:
-    """[N, rows, columns], rows <= columns: the nearest matrices with orthonormal rows, about (bf16, five steps)."""
+    """[N, rows, columns], rows <= columns: approximately the nearest matrices with orthonormal rows (bf16, five
+    steps)."""
     x = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)).bfloat16()
     for _ in range(5):
         a = torch.bmm(x, x.transpose(1, 2))

@@ -1,10 +1,10 @@
-r"""What the bundled model's predictor is trained on: RULER's symbolic tasks, lists of records, and plain words.
+r"""Training data of the bundled model's predictor: RULER's symbolic tasks, lists of records, and plain words.
 
 python -m benchmark.needle_model.predictor_data data.jsonl
 fluxion train --model models/needle --data data.jsonl --out models/needle/fluxion --taus 0.05,0.1,0.2 --accuracy 0.03 \
     --kl 0.001 --dtype float32 --device cpu
 
-Other seeds than those of the quality benchmarks, so no document is in both.
+The seeds differ from those of the quality benchmarks, so no document is in both.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fluxion_sglang.commands import needle
 
 SEED: Final = 7_000_000
 REPEATS: Final = {1536: 6, 3072: 6, 6144: 6, 12288: 4}
-"""Samples of a task by length: beyond the longest, a predictor would have to guess what it has not seen."""
+"""Samples of a task by length. The longest one bounds what a predictor can know without guessing."""
 ESSAYS: Final = 2
-"""Of every length."""
+"""Essays per length."""
 SUITES: Final = ("ruler", "extraction")
 
 

@@ -1,4 +1,4 @@
-"""What the bundled model is trained on, stage by stage."""
+"""Training recipes of the bundled model, stage by stage."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .model import Shape
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Steps that are alike.
+    """Training steps with common settings.
 
     Attributes:
-        shapes: (sequences, tokens) of a step's batch, taken in turn.
-        mix: what sequences are like; several are taken in turn, as shapes are.
-        rate: share of the full step size at the first step and after the last, linear in between.
-        penalty: weight of the pressure on heads to do without the middle.
-        counted: weight of the loss on counted words, which are few; of a fact's symbols it is 1.
-        probes: places of a sequence at which the two pressures are taken.
+        shapes: (sequences, tokens) of a step's batch, in turn.
+        mix: distribution of the sequences; several ones take turns.
+        rate: factor of the step size at the first step and after the last, linear in between.
+        penalty: weight of the pressure on heads to work without the middle.
+        counted: weight of the loss on counted words, which are rare; symbols of facts have 1.
+        probes: positions per sequence at which the two pressures are measured.
         rest: weight of the pressure on heads to contribute little.
         opening: weight of the loss on the first symbol of an answer that repeats its question.
-        anew: begins from exported weights, in bf16, without momentum.
+        anew: the stage starts from exported weights in bf16, without momentum.
     """
 
     steps: int
@@ -37,21 +37,21 @@ class Stage:
     rate: tuple[float, float] = (1.0, 1.0)
 
     def at(self, number: int) -> tuple[int, int, Mix]:
-        """Sequences, tokens and their kind of the stage's step `number`."""
+        """Number of sequences, tokens of each, and mix of step `number` of the stage."""
         size, length = self.shapes[number % len(self.shapes)]
         return size, length, self.mix if isinstance(self.mix, Mix) else self.mix[number % len(self.mix)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A whole training.
+    """A whole training run.
 
     Attributes:
         lr: Muon's step size for matrices; rest_lr: AdamW's for embeddings and norms.
-        warmup: steps until the full step size.
+        warmup: steps until the step size is reached.
         word: weight of the loss on essay words; answers have 1.
         tau: error at which a head counts as half dependent on the middle.
-        shape: of the model.
+        shape: shape of the model.
     """
 
     stages: tuple[Stage, ...]
@@ -69,7 +69,7 @@ class Recipe:
         return sum(stage.steps for stage in self.stages)
 
     def places(self) -> Iterator[tuple[int, Stage, int]]:
-        """Every step: which one of the run it is, its stage and its number there."""
+        """Every step: its index in the run, its stage, and its index in the stage."""
         step = 0
         for stage in self.stages:
             for number in range(stage.steps):
@@ -77,7 +77,7 @@ class Recipe:
                 step += 1
 
     def scaled(self, times: int, share: float = 1.0) -> Recipe:
-        """With so many times the sequences of a step, and this share of each stage's steps."""
+        """The recipe with `times` as many sequences per step, and a share `share` of each stage's steps."""
 
         def of(stage: Stage) -> Stage:
             shapes = tuple((size * times, length) for size, length in stage.shapes)
@@ -86,7 +86,7 @@ class Recipe:
         return dataclasses.replace(self, stages=tuple(map(of, self.stages)))
 
     def rate(self, step: int, stage: Stage, number: int) -> float:
-        """Share of the full step size at the stage's step `number`, the run's step `step`."""
+        """Factor of the step size at step `number` of the stage, which is step `step` of the run."""
         first, last = stage.rate
         return min(1.0, (step + 1) / self.warmup) * (first + (last - first) * number / stage.steps)
 
@@ -97,7 +97,7 @@ _SHORT = (16, 256)
 _SHORTER = (32, 128)
 _TINY = (64, 64)
 _MIDDLE = ((4, 1024), _SHORT, (8, 512))
-# Words alone: counting needs as many questions as facts did.
+# Lists of words only: counting needs as many questions as facts.
 _LISTS = Mix(dense=0.0, counting=1.0, pose=0.5, rare=2, skips=True)
 _ALL = (2.0, 1.0, 2.5, 1.6)
 _NEAR = Mix(dense=0.2, counting=0.3, pose=0.6, families=_ALL, rare=5, wide=0.15, skips=True, many=8)
@@ -115,7 +115,7 @@ _PACKED = Mix(
     packed=0.5,
     skips=True,
 )
-# The order of a key's values: the next greater one, again and again.
+# Order of a key's values: repeatedly the next greater one.
 _ORDER = Mix(
     dense=0.8,
     counting=0.0,
@@ -145,8 +145,8 @@ _ASKED_SHAPES = ((1, 8192), _SHORT, (1, 8192), _TINY, (1, 8192), (1, 4096), (1, 
 _ASKED_MIXES = (_ASKED, _ORDER, _ASKED, _LISTS, _LONE, _LAST, _PACKED, _ORDER)
 
 RECIPES = {
-    # Retrieval is discovered in short, dense sequences with few keys (facts after some 2.3 million tokens), then made
-    # to hold among more keys, in haystacks, and over distance. Chains and counting have drills of their own.
+    # The model discovers retrieval in short, dense sequences with few keys (facts after about 2.3 million tokens).
+    # Later stages extend it to more keys, to haystacks, and to distance. Chains and counting have stages of their own.
     "bundled": Recipe(
         (
             Stage(
@@ -164,7 +164,7 @@ RECIPES = {
             Stage(
                 150, _MIDDLE, Mix(dense=0.3, counting=0.35, pose=0.6, families=(2.0, 0.8, 1.5, 2.5), rare=5, wide=0.1)
             ),
-            # A variable of a chain is looked up as its value is: first as the first symbol of a question.
+            # Questions may start a chain from one of its variables (midway), which is looked up like the value.
             Stage(
                 200,
                 (_SHORT, _SHORTER),
@@ -176,7 +176,7 @@ RECIPES = {
                 (Mix(dense=1.0, counting=0.0, pose=0.2, families=(1.5, 0.3, 2.5, 5.0), wide=0.0, midway=0.6), _LISTS),
             ),
             Stage(300, ((4, 1024), _TINY, (8, 512), _SHORTER), (_NEAR, _LISTS, _NEAR, _DENSE), rate=(1.0, 0.8)),
-            # From here on heads are pressed to do without the middle: all skills are there.
+            # All skills exist by now; from here on, heads are pressed to work without the middle.
             Stage(
                 600,
                 ((2, 2048), _TINY, (4, 1024), _SHORT, (1, 4096), _SHORTER),
@@ -213,7 +213,7 @@ RECIPES = {
                 probes=24,
                 rate=(0.12, 0.005),
             ),
-            # A question alone at the end of many words is no question to count them.
+            # A lone question after many words does not ask to count them.
             Stage(
                 200,
                 ((1, 8192), (4, 1024), (2, 2048), _SHORT, (1, 4096), _TINY),
@@ -223,7 +223,7 @@ RECIPES = {
                 probes=24,
                 rate=(0.12, 0.005),
             ),
-            # Begun from the exported weights: more of the same, where answers were worst.
+            # Starts from the exported weights and trains more on the worst answers.
             Stage(
                 32,
                 _ASKED_SHAPES,
@@ -258,7 +258,7 @@ RECIPES = {
             ),
         ),
     ),
-    # A few steps of everything: for tests.
+    # A few steps of every stage, for tests.
     "smoke": Recipe(
         (
             Stage(3, ((2, 64),), Mix(dense=1.0, counting=0.0, pose=0.0, keys=16)),
@@ -270,9 +270,9 @@ RECIPES = {
 
 
 def _second() -> Recipe:
-    """A model of another shape, whose heads are pressed half as hard: they need more of the middle, and more of them.
+    """A model of another shape. Its heads are pressed half as hard, so more of them need the middle, and more of it.
 
-    It learns more of the language's words, too. With more heads it finds retrieval sooner, and fewer steps do.
+    It also learns more of the language's words. With more heads it discovers retrieval sooner, so fewer steps suffice.
     """
     recipe = RECIPES["bundled"]
     steps = (360, 300, 150, 250, 150, 200, 250, 300, 210, 88, 350, 228, 70, 12, 82, 34)

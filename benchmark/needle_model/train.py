@@ -1,4 +1,4 @@
-"""The training loop. An interrupted run goes on where it was, with the very next step."""
+"""The training loop. An interrupted run continues with its next step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def losses(
     answer = torch.where((tokens == needle.ANSWER) & (kinds == ECHO), stage.opening, answer)
     word = (kinds == WORD).float()
     loss = (ce * answer).sum() / (answer.sum() + 1) + recipe.word * (ce * word).sum() / (word.sum() + 1)
-    # Saturates: a head that needs the middle may need all of it, the others lose what they do not need.
+    # The pressure saturates: a head that needs the middle may use all of it, while others lose what they do not need.
     squared = error.pow(2)
     pressure = torch.zeros(2, device=ce.device)
     if probes is not None:
@@ -59,10 +59,10 @@ def losses(
 
 
 class Trainer:
-    """The state of a run: everything that a continued run needs to make the same steps.
+    """State of a run: everything that a continued run needs to repeat the same steps.
 
     Args:
-        compiled: use torch.compile. device: that trains.
+        compiled: use torch.compile. device: where to train.
     """
 
     def __init__(self, recipe: Recipe, out: Path, compiled: bool = True, device: str = "cpu") -> None:
@@ -75,7 +75,7 @@ class Trainer:
         self.rates = [recipe.lr, recipe.rest_lr]
         self.step = 0
         self.optimizers = self._optimizers()
-        torch._dynamo.config.recompile_limit = 64  # each shape of a batch is compiled, and the default is eight
+        torch._dynamo.config.recompile_limit = 64  # each batch shape is compiled; the default is eight
         self.loss = torch.compile(losses, dynamic=False) if compiled else losses
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
@@ -88,7 +88,8 @@ class Trainer:
         ]
 
     def begin_anew(self) -> None:
-        """As if the run began here from the exported weights: rounded to bf16, without momentum, with other data."""
+        """Restart from the current weights as from exported ones: rounded to bf16, without momentum, with other
+        data."""
         with torch.no_grad():
             for weight in self.model.weights().values():
                 weight.copy_(weight.bfloat16())
@@ -96,7 +97,7 @@ class Trainer:
         self.data = Generator(self.recipe.seed + 1 + self.step)
 
     def start_from(self, folder: Path) -> None:
-        """Take an exported model as what the stages before the last one that begins anew would give."""
+        """Load an exported model in place of all stages before the last one with `anew`."""
         self.step, found = 0, None
         for stage in self.recipe.stages:
             found = self.step if stage.anew else found
@@ -137,7 +138,7 @@ class Trainer:
         self.step = state["step"]
 
     def train_step(self, stage: Stage, number: int, batch: Batch | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """One step, the stage's step `number`: language loss, pressure of the middle, hits and counts (`losses`)."""
+        """Execute step `number` of the stage; language loss, pressure of the middle, hits and counts (`losses`)."""
         for optimizer, full in zip(self.optimizers, self.rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = full * self.recipe.rate(self.step, stage, number)
@@ -157,7 +158,7 @@ class Trainer:
         return loss.detach(), pressure[0].detach(), counts
 
     def _probes(self, kinds: Tensor, count: int) -> Tensor:
-        """[B, count]: places late enough to have a middle; two thirds in answers where there are any."""
+        """[B, count]: positions that have a middle; two thirds of them lie in answers if there are any."""
         start = SINKS + WINDOW + 64
         weights = torch.where(kinds >= FACT_VALUE, 1.0, 0.0)
         weights[:, :start] = 0
@@ -177,13 +178,13 @@ def run(
     workers: int = 0,
     save_s: float = 600.0,
 ) -> None:
-    """Train in the folder `out`, from where an earlier run there has stopped.
+    """Train in the folder `out`; continue an earlier run there.
 
     Args:
         compiled: use torch.compile. stop: end before this step, as an interruption would; for tests.
-        weights: folder of a model to begin the last stage that begins anew with, instead of the stages before it.
-        device: that trains. workers: processes that make batches; 0: this one does, and each step's follow from the
-            last's. save_s: seconds after which the state is saved, besides every 50 steps on a CPU.
+        weights: folder of a model that replaces all stages before the last one with `anew`.
+        device: where to train. workers: processes that make batches; 0: this process makes them in sequence. save_s:
+            seconds between saves of the state, in addition to every 50 steps on a CPU.
     """
     out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(recipe, out, compiled, device)
@@ -199,7 +200,7 @@ def run(
     for step, stage, number in places:
         if stage.anew and number == 0:
             trainer.begin_anew()
-        torch.manual_seed(recipe.seed * 1_000_003 + step)  # probes do not depend on interruptions
+        torch.manual_seed(recipe.seed * 1_000_003 + step)  # probes must not depend on interruptions
         found = trainer.train_step(stage, number, next(feed) if feed is not None else None)
         size, length, _ = stage.at(number)
         log.add(trainer.step, size * length, *found)
@@ -212,10 +213,10 @@ def run(
 
 
 class Log:
-    """A line every 25 steps, in a file and beside a bar.
+    """Writes a line every 25 steps to a file, beside a progress bar.
 
     Args:
-        step: that the run goes on from; what was logged after it goes. steps: of the whole run.
+        step: where the run continues; later lines are removed. steps: of the whole run.
     """
 
     def __init__(self, path: Path, step: int, steps: int, device: torch.device) -> None:
@@ -232,7 +233,7 @@ class Log:
         self._total = torch.zeros(2, len(KINDS) + 1, device=self._device)
 
     def add(self, step: int, tokens: int, loss: Tensor, pressure: Tensor, counts: Tensor) -> None:
-        """What step `step` gave; the device is waited for only where there is a line to write."""
+        """Add the results of step `step`; wait for the device only if a line is due."""
         self._total += counts
         self._sums += torch.stack([loss, pressure])
         self._tokens += tokens

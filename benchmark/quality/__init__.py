@@ -1,4 +1,4 @@
-"""Quality of sparse attention, measured through the real serving engine: `fluxion bench quality`.
+"""Measure the quality of sparse attention through the real serving engine: `fluxion bench quality`.
 
 Installed as the package `fluxion_quality`.
 """
@@ -12,15 +12,15 @@ from .base import Codec, MissingData, Sample, Suite, Task
 
 __all__ = ["Codec", "MissingData", "Sample", "Suite", "Task", "SUITES", "suite_named"]
 
-# A suite's module has its name. They are imported late: one suite's dependencies are not another's.
+# A suite's module has its name. Modules are imported late, so that a suite needs only its own dependencies.
 SUITES: Final = ("ruler", "longbench", "leval", "perplexity", "long", "extraction")
 
 
 def suite_named(name: str) -> Suite:
-    """The suite of this name: the subclass of `Suite` with this name in the module of this name.
+    """The suite with this name: the subclass of `Suite` in the module of this name.
 
     Raises:
-        ValueError: there is none; one sentence naming those there are.
+        ValueError: there is none; the message lists all names.
     """
     if name not in SUITES:
         raise ValueError(f"There is no suite {name!r}; take one of {', '.join(SUITES)}.")

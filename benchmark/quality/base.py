@@ -1,7 +1,7 @@
-"""What a suite of tasks is: samples in, scores out. Nothing here knows of an engine.
+"""Interface of a suite of tasks: samples in, scores out, independent of any engine.
 
-A `Suite` has `Task`s, a task makes `Sample`s with a model's `Codec` and scores what the model answered. A suite is
-added as a module with such a class and a line in `SUITES` of the package.
+A `Suite` has `Task`s. A task makes `Sample`s with a model's `Codec` and scores the model's answers. To add a suite, add
+a module with such a class and its name in `SUITES` of the package.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fluxion_sglang.commands.codec import Codec
 
 
 class MissingData(Exception):
-    """A suite's data is not there; the message says in one sentence which file, where to get it, and its layout."""
+    """A file of a suite is missing; the message says which one, where to get it, and its layout."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,13 @@ class Sample:
     Attributes:
         id: unique within (suite, task, length, seed).
         prompt: token ids, with bos and chat template.
-        references: what the task's metric compares with.
+        references: right answers for the task's metric.
         max_new_tokens: upper bound of the answer's length, in tokens.
-        document: samples of one document share a prefix: one prefill, and one cluster of the bootstrap. "": alone.
-        meta: facts that JSON can hold: needles, depths, keys. `meta["targets"]`, in a suite without answers
-            (perplexity), is the number of trailing tokens of the prompt that are forced one by one;
-            `meta["counted"]` says which of them the score is of (indices; without it all but the first).
+        document: samples of one document share a prefix: one prefill, and one cluster of the bootstrap. "": no other
+            sample.
+        meta: facts that JSON can hold: needles, depths, keys. In a suite without answers (perplexity),
+            `meta["targets"]` is the number of trailing tokens of the prompt that are forced one by one.
+            `meta["counted"]` holds the indices of those that count for the score; by default all but the first.
     """
 
     id: str
@@ -49,22 +50,22 @@ class Task(ABC):
 
     @abstractmethod
     def samples(self, codec: Codec, length: int | None, count: int, seed: int) -> list[Sample]:
-        """`count` samples; the same arguments give the same samples on every machine.
+        """`count` samples; equal arguments give equal samples on every machine.
 
         Args:
-            length: tokens of a prompt; None in a suite whose samples come as they are.
+            length: tokens of a prompt; None in a suite whose samples have fixed lengths.
         """
 
     @abstractmethod
     def score(self, sample: Sample, output: str) -> float:
-        """How good a decoded completion is, in [0, 1]."""
+        """Score of a decoded completion, in [0, 1]."""
 
 
 class Suite(ABC):
     """A named set of tasks.
 
     Attributes:
-        lengths: True: samples are made at a wanted length. False: they come as they are.
+        lengths: whether samples are made for a given length; False: their lengths are fixed.
     """
 
     name: str
@@ -72,11 +73,11 @@ class Suite(ABC):
 
     @abstractmethod
     def tasks(self, codec: Codec, data: Path | None) -> list[Task]:
-        """The tasks this model can be asked.
+        """The tasks that suit this model.
 
         Args:
-            data: folder with the suite's files; None where the suite needs none or its default is meant.
+            data: folder with the suite's files; None: the suite needs none, or uses its default.
 
         Raises:
-            MissingData: a file is not there.
+            MissingData: a file is missing.
         """

@@ -1,4 +1,4 @@
-"""`fluxion bench quality`: its options. The entry point `bench-quality` in pyproject.toml makes it a command."""
+"""Options of `fluxion bench quality`. The entry point `bench-quality` in pyproject.toml makes it a command."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _config(text: str) -> dict[str, object]:
-    """Options of the server that the benchmark does not set itself."""
+    """Server options of --fluxion-config, without those that the benchmark sets."""
     from fluxion_sglang.config import ConfigError, FluxionConfig
 
     try:
@@ -63,7 +63,7 @@ def _config(text: str) -> dict[str, object]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    # Late: `fluxion --help` needs none of it, and some of it comes with an extra.
+    # Import late: `fluxion --help` does not need it, and some packages belong to an extra.
     try:
         from . import session
     except ModuleNotFoundError as error:

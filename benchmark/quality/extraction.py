@@ -1,8 +1,8 @@
-"""Context-intensive extraction: answers that need many places of the document, all of them at once.
+"""Context-intensive extraction: answers that need many places of the document at once.
 
-Offloaded and sparse KV caches that hold up on a needle or two were found to break where a task must look up much of its
-prompt (Text2JSON, arXiv 2604.08426). This suite asks in that way, with documents of its own: how the score falls from
-8 records to 24 says what a budget is worth.
+Offloaded and sparse KV caches that pass needle tests were found to fail when a task looks up much of its prompt
+(Text2JSON, arXiv 2604.08426). This suite asks such questions about its own documents. The fall of the score from 8 to
+24 records shows what a budget can hold.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .extraction_text import records_among_sentences
 from .ruler_definitions import seeded
 
 ASKED: Final = (8, 16, 24)
-"""Records that one question asks for, a task each."""
+"""Numbers of records in a question, one task each."""
 QUESTIONS: Final = 4
-"""About one symbolic document, as far as it has facts for them."""
+"""Maximum number of questions about one symbolic document; fewer if it lacks facts."""
 
 
 class _Extraction(Task):
-    """Makes documents until there are as many samples as wanted; prompt and answer have `length` tokens together."""
+    """Makes documents until there are enough samples; prompt and answer have `length` tokens together."""
 
     def samples(self, codec: Codec, length: int | None, count: int, seed: int) -> list[Sample]:
         """`count` samples.
@@ -43,7 +43,7 @@ class _Extraction(Task):
         made: list[Sample] = []
         document = 0
         while len(made) < count:
-            # With the task's name: 24 facts are asked for in other documents than 8, as documents are what is drawn.
+            # The seed includes the task's name, so that tasks use different documents; the bootstrap draws documents.
             rng = seeded("extraction", self.name, seed, length, document)
             made += self._samples(codec, length, f"{self.name}-{document}", rng)
             document += 1
@@ -56,7 +56,7 @@ class _Extraction(Task):
 
 @dataclass(frozen=True)
 class Records(_Extraction):
-    """English notes; the answer is a JSON object a line, the score F1 over (record, field, value)."""
+    """English notes. The answer is a JSON object per line; the score is F1 over (record, field, value)."""
 
     asked: int
     kind: ClassVar[str] = "records"
@@ -78,9 +78,9 @@ class Records(_Extraction):
 
 @dataclass(frozen=True)
 class Facts(_Extraction):
-    """Symbolic facts; the score is the share of facts, key and value, that the output contains.
+    """Symbolic facts. The score is the share of facts, key and value, that the output contains.
 
-    A value alone would count wherever it stands, and with another key it is a wrong answer.
+    A value alone does not count: with another key it is a wrong answer.
     """
 
     asked: int
@@ -107,6 +107,6 @@ class Extraction(Suite):
     lengths = True
 
     def tasks(self, codec: Codec, data: Path | None) -> list[Task]:
-        """A task for every number in `ASKED`; `data` is not used."""
+        """One task for every number in `ASKED`; `data` is not used."""
         kind = Facts if codec.symbolic else Records
         return [kind(asked) for asked in ASKED]

@@ -1,4 +1,4 @@
-"""Reading and scoring the answers of the extraction tasks."""
+"""Parse and score the answers of the extraction tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def triples_f1(output: str, references: Sequence[str]) -> float:
 
 
 def triples(found: Iterable[dict[str, Any]]) -> set[Triple]:
-    """What named objects say. Case, surrounding space and whether a number is quoted do not count."""
+    """The triples of named objects. Case, surrounding space and quotes around numbers are ignored."""
     return {
         (_plain(thing["name"]), _plain(field), _plain(value))
         for thing in found
@@ -29,9 +29,9 @@ def triples(found: Iterable[dict[str, Any]]) -> set[Triple]:
 
 
 def objects(text: str) -> list[dict[str, Any]]:
-    """The JSON objects with a name in a text, however it lists them: a line each, in an array, in an object, fenced.
+    """The named JSON objects in a text, in any arrangement: one per line, in an array, in an object, fenced.
 
-    One that is cut off, or is no JSON, is left out; those after it count.
+    Truncated objects and invalid JSON are skipped; later objects count.
     """
     decoder = json.JSONDecoder()
     found: list[dict[str, Any]] = []

@@ -17,7 +17,7 @@ class Kind:
     """A kind of record.
 
     Attributes:
-        sentences: how a note may say it; every one names all fields.
+        sentences: templates of a note; each contains all fields.
     """
 
     plural: str
@@ -26,7 +26,7 @@ class Kind:
 
     @property
     def question(self) -> str:
-        """Asks for all records of this kind."""
+        """The question for all records of this kind."""
         form = json.dumps(dict.fromkeys(self.fields, "..."))
         return (
             f"List all {self.plural} that the notes mention. Write one JSON object a line, with exactly these fields, "
@@ -75,7 +75,7 @@ _WORDS: Final = {
     "department": "accounting archive design legal logistics planning research safety training transport",
     "city": "Ankara Bergen Bogota Cairo Dublin Geneva Hanoi Krakow Lima Lisbon Nairobi Oslo Porto Quito Riga",
     "flag": "Brazil Canada Chile Denmark Egypt Finland Greece Iceland India Japan Kenya Malta Norway Panama",
-    # Nobody who could be an employee.
+    # Names that no employee has.
     "painter": "Almeida Bianchi Carracci Duarte Escher Fontana Goya Hokusai Ingres Kandel Lippi Morisot Ribera Sorolla",
     "cargo": "barley cement coffee copper cotton fertilizer furniture grain paper rice salt steel sugar timber",
 }
@@ -90,7 +90,7 @@ _NUMBERS: Final = {
 
 
 def draw_records(rng: np.random.Generator, count: int) -> dict[Kind, list[Record]]:
-    """`count` records of every kind; no two records have one name."""
+    """`count` records of every kind; all names differ."""
     employees, ships, paintings = KINDS
     people = _pairs(rng, _FIRST, _LAST)
     things = _pairs(rng, _ADJECTIVES, _NOUNS)

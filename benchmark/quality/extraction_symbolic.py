@@ -1,4 +1,4 @@
-"""Extraction in the symbolic language: one question for many of the facts among the words of a document."""
+"""Extraction in the symbolic language: one question for many facts that lie among the words of a document."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from fluxion_sglang.commands import needle
 
 SPACING: Final = 32
-"""Tokens of a document for every fact in it, as in `needle.needle_prompt`: facts are about a fifth of the tokens."""
+"""Tokens of a document per fact, as in `needle.needle_prompt`; facts are about a fifth of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Facts:
 
     Attributes:
         prompt: document and question.
-        answer: what the model should say, with the "=" that the prefill computes.
-        keys, values: those asked for, in the order of the question.
+        answer: the right answer, including the "=" that prefill computes.
+        keys, values: of the facts in question, in its order.
     """
 
     prompt: tuple[int, ...]
@@ -32,11 +32,10 @@ class Facts:
 def facts_among_words(length: int, asked: int, questions: int, rng: np.random.Generator) -> list[Facts]:
     """One document and up to `questions` questions about it, each for `asked` other facts.
 
-    Prompt and answer have `length` tokens together. All facts lie clear of the sinks and the window (`needle.LEAD`,
-    `needle.TAIL`), and there are at least twice as many as one question asks for.
+    Prompt and answer have `length` tokens together. All facts lie outside the sinks and the window (`needle.LEAD`,
+    `needle.TAIL`), and there are at least twice as many as one question needs.
 
-    Raises:
-        ValueError: the length cannot hold them.
+    ValueError: the length is too short.
     """
     size = 1 + needle.WORD_KEY + needle.NUMBER + 1
     question, answer = 1 + asked * needle.WORD_KEY, 1 + asked * (size - 1)

@@ -1,7 +1,7 @@
-"""Extraction from English text: notes about people, ships and paintings, and a table of one kind as the answer.
+"""Extraction from English text: notes about people, ships and paintings; the answer is a table of one kind.
 
-Everything is drawn: no data is needed, and no model has seen the records before. The records of the three kinds lie
-scattered among sentences that say nothing about them. Each kind is asked for in turn, so that the others distract.
+Everything is random: no data is needed, and no model has seen the records. Records of the three kinds lie scattered
+among unrelated sentences. Each kind is asked for in turn; the other two are distractors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from .base import Codec
 from .extraction_records import KINDS, draw_records, pick
 
-# Tokens of plain sentences at both ends of the notes, more than the sinks and the window hold.
+# Tokens of unrelated sentences at both ends of the notes, more than the sinks and the window hold.
 _LEAD, _TAIL = 80, 320
 _PARAGRAPH: Final = 6  # sentences
 
@@ -41,7 +41,7 @@ class Extraction:
     """A question for all records of one kind.
 
     Attributes:
-        kind: its plural.
+        kind: plural of the kind.
         answer: the records as the answer should list them, one JSON object each.
     """
 
@@ -54,14 +54,14 @@ class Extraction:
 def records_among_sentences(codec: Codec, length: int, asked: int, rng: np.random.Generator) -> list[Extraction]:
     """Notes with `asked` records of every kind, and the question for each kind.
 
-    A prompt and its answer have at most `length` tokens together, and as many as whole sentences allow.
+    Prompt and answer have at most `length` tokens together, as close to it as whole sentences allow.
 
     Raises:
-        ValueError: the length cannot hold them.
+        ValueError: the length is too short.
     """
     records = draw_records(rng, asked)
     lines = {kind: tuple(map(json.dumps, found)) for kind, found in records.items()}
-    # A quarter more than the reference needs: spaces, quotes, a fence around the lines.
+    # A quarter more than the reference, for spaces, quotes and a fence around the lines.
     room = {kind: len(codec.encode("\n".join(found))) * 5 // 4 + 16 for kind, found in lines.items()}
     budget = length - max(room.values())
 
@@ -98,7 +98,7 @@ def records_among_sentences(codec: Codec, length: int, asked: int, rng: np.rando
 def _scattered(
     notes: Sequence[str], places: Sequence[float], fillers: Sequence[str], lead: int, tail: int
 ) -> Iterator[str]:
-    """Fillers with the notes among them, in order, none among the first `lead` and the last `tail`."""
+    """Fillers with the notes in order among them; none among the first `lead` and the last `tail` fillers."""
     slots = [lead + int(place * (len(fillers) - lead - tail + 1)) for place in places]
     done = 0
     for note, slot in zip(notes, slots, strict=True):
@@ -114,7 +114,7 @@ def _paragraphs(sentences: Iterator[str]) -> str:
 
 
 def _fillers(rng: np.random.Generator) -> Iterator[str]:
-    """Sentences without end."""
+    """An endless iterator of sentences."""
     while True:
         words = {slot: pick(rng, choices.split(",")) for slot, choices in _WORDS.items()}
         sentence = pick(rng, _SENTENCES).format(**words)

@@ -40,7 +40,7 @@ _USER: Final = (
     "Answer this question with {words} words."
 )
 
-# Where the benchmark's two distributions have them.
+# Folders of the benchmark's two distributions.
 _FOLDERS: Final = ("", "Open-ended-tasks", "LEval-data/Open-ended-tasks", "Generation", "LEval/Generation")
 _WHERE: Final = (
     "get it from the hub's dataset L4NLP/LEval (one JSONL file a task; every row has a document in input, lists of "
@@ -60,8 +60,8 @@ class LEvalTask(Task):
     def samples(self, codec: Codec, length: int | None, count: int, seed: int) -> list[Sample]:
         """`count` samples of more than `longer_than` tokens, or all there are.
 
-        Documents come in a seeded order, each with all its instructions (the last with as many as are still wanted):
-        they share one prefill.
+        Documents come in a seeded order, each with all its instructions (the last one with the number still needed),
+        because they share one prefill.
         """
         rows = read_rows(self.path, _FIELDS)
         chosen: list[Sample] = []
@@ -97,7 +97,8 @@ class LEvalTask(Task):
 
 
 def _prompts(codec: Codec, document: str, pairs: list[tuple[str, str]]) -> list[list[int]]:
-    """A prompt for each (instruction, output). All have as much of the document's beginning as fits with every one."""
+    """A prompt per (instruction, output). All share the longest beginning of the document that fits with each of
+    them."""
 
     def of(document: str) -> list[list[int]]:
         fields = ({"instruction": ask, "words": len(output.split())} for ask, output in pairs)
@@ -120,7 +121,7 @@ class LEval(Suite):
     """The open-ended tasks.
 
     Args:
-        longer_than: samples of more tokens than this, template included, are taken.
+        longer_than: samples must have more tokens than this, template included.
     """
 
     name = "leval"
@@ -133,7 +134,7 @@ class LEval(Suite):
         """The tasks, from `data`/<task>.jsonl or the folders of the benchmark's own distributions below `data`.
 
         Raises:
-            MissingData: a file is not there.
+            MissingData: a file is missing.
             ValueError: the model speaks the symbolic language only.
         """
         if codec.symbolic:

@@ -1,7 +1,7 @@
-"""Long answers: the same text forced for most of a window, after a short prompt and after a long one.
+"""Long answers: the same text forced for most of a window, after a short and after a long prompt.
 
-A policy that looks at a prompt once, at its end, may know less and less about what follows. `kl_by_span` of a row has
-the divergence against the distance from the end of the prompt.
+A policy that inspects a prompt once, at its end, may lose accuracy for later tokens. `kl_by_span` of a row holds the
+divergence by distance from the end of the prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Long(Perplexity):
     name = "long"
 
     def tasks(self, codec: Codec, data: Path | None) -> list[Task]:
-        """A prompt of a quarter of the window, and one of three quarters; the rest is forced. Else as the base's."""
+        """Two tasks per text: the prompt takes a quarter or three quarters of the window, and the rest is forced."""
         texts = [task for task in super().tasks(codec, data) if isinstance(task, Text)]
         if not texts:
             raise MissingData("Suite 'long' needs a text: name a UTF-8 file or a folder of *.txt by --data.")

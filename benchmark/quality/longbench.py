@@ -1,8 +1,8 @@
 """LongBench (Bai et al., arXiv 2308.14508): the 14 tasks of Fluxion's Table 2, on samples longer than 8K tokens.
 
 Prompts, lengths of answers, metrics and the treatment of each task are the benchmark's own (its config/, pred.py and
-eval.py). Two things differ: a prompt counts with its chat template when it is cut to what the model takes, and samsum
-does not stop at a line break; its score reads the first line all the same.
+eval.py). Two things differ. The chat template counts when a prompt is cut to the model's positions. samsum does not
+stop at a line break, but its score reads only the first line.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ LONGER_THAN: Final = 8 * 1024
 
 
 class Published(NamedTuple):
-    """What LongBench publishes of a task.
+    """LongBench's published settings of a task.
 
     Attributes:
         metric: a key of `_METRICS`, or classification; with "_zh" that of Chinese text.
-        max_new_tokens: of an answer.
-        prompt: takes `context` and `input`.
-        plain: without the chat template. The benchmark found chat models better off so where they are to go on with
-            examples.
-        first_line: only this counts of an answer, because models go on with more examples.
+        max_new_tokens: length limit of an answer.
+        prompt: template with `context` and `input`.
+        plain: without the chat template. The benchmark found this better for chat models where they continue examples.
+        first_line: only the first line of an answer counts, because models continue with more examples.
     """
 
     metric: str
@@ -53,8 +52,8 @@ PUBLISHED: Final = {
     name: Published(**task)
     for name, task in json.loads(Path(__file__).with_name("longbench.json").read_text(encoding="utf-8")).items()
 }
-"""All 21 tasks (config/dataset2prompt.json, config/dataset2maxlen.json), to the letter: a space before a line break, a
-missing one. Another prompt is another benchmark."""
+"""All 21 tasks (config/dataset2prompt.json, config/dataset2maxlen.json), verbatim, including a space before a line
+break and a missing one. Another prompt would be another benchmark."""
 
 _METRICS: Final[dict[str, metrics.Metric]] = {
     "f1": metrics.f1_english,
@@ -76,7 +75,7 @@ _FIELDS: Final = ("input", "context", "answers", "all_classes", "_id")
 
 @dataclass(frozen=True)
 class LongBenchTask(Task):
-    """One data set of LongBench; `samples` are those longer than `longer_than` tokens, in a seeded order."""
+    """One data set of LongBench; `samples` returns those longer than `longer_than` tokens, in a seeded order."""
 
     name: str
     path: Path
@@ -85,8 +84,8 @@ class LongBenchTask(Task):
     def samples(self, codec: Codec, length: int | None, count: int, seed: int) -> list[Sample]:
         """`count` of the long samples, or all there are.
 
-        Questions about one context follow one another, as one `document`. A prompt that leaves no room for the answer
-        in the model's positions is cut in the middle.
+        Questions about one context are adjacent, with the same `document`. A prompt is cut in the middle if it leaves
+        no room for the answer in the model's positions.
         """
         rows = read_rows(self.path, _FIELDS)
         chosen: list[Sample] = []
@@ -117,7 +116,7 @@ class LongBenchTask(Task):
         )
 
     def score(self, sample: Sample, output: str) -> float:
-        """The highest of the task's metric over the references."""
+        """The maximum of the task's metric over the references."""
         published = PUBLISHED[self.name]
         if published.first_line:
             output = output.lstrip("\n").split("\n")[0]
@@ -128,7 +127,7 @@ class LongBenchTask(Task):
 
 
 def _prompt(codec: Codec, text: str, plain: bool, room: int | None) -> tuple[int, list[int]]:
-    """Tokens of the whole prompt, and the prompt, its text cut in the middle to fit `room` tokens."""
+    """Number of tokens of the whole prompt, and the prompt with its text cut in the middle to fit `room` tokens."""
     make = codec.plain if plain else codec.chat
     prompt = make(text)
     whole = len(prompt)
@@ -136,7 +135,7 @@ def _prompt(codec: Codec, text: str, plain: bool, room: int | None) -> tuple[int
         return whole, prompt
     tokens = codec.encode(text)
     half = (len(tokens) - (whole - room)) // 2
-    while len(prompt) > room:  # cut ends can take more tokens than they had: then a little less of the text
+    while len(prompt) > room:  # cut ends can tokenise to more tokens than before
         if half <= 0:
             raise ValueError(f"The model takes {room} tokens before the answer; that is too few for any prompt.")
         prompt = make(codec.decode(tokens[:half]) + codec.decode(tokens[-half:]))
@@ -149,7 +148,7 @@ class LongBench(Suite):
 
     Args:
         names: any of the 21 that are published.
-        longer_than: samples of more tokens than this, template included, are taken.
+        longer_than: samples must have more tokens than this, template included.
     """
 
     name = "longbench"
@@ -163,7 +162,7 @@ class LongBench(Suite):
         """The tasks, from `data`/<task>.jsonl or `data`/data/<task>.jsonl.
 
         Raises:
-            MissingData: a file is not there.
+            MissingData: a file is missing.
             ValueError: the model speaks the symbolic language only.
         """
         if codec.symbolic:

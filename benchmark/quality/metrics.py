@@ -1,8 +1,8 @@
 # ruff: noqa: RUF001 (Chinese punctuation)
 """The published metrics of the text suites. Every one compares an output with a reference and lies in [0, 1].
 
-Scores are only comparable with published ones where the counting is theirs, so each metric uses the library that its
-benchmark uses:
+Scores are comparable with published ones only if they are counted in the same way, so each metric uses the library of
+its benchmark:
 
 - LongBench's ROUGE-L is the package `rouge`'s (its F value differs from that of `rouge-score`: it counts the longest
   common subsequence of whole summaries as a set of words), its Chinese words are `jieba`'s, and its code similarity is
@@ -11,7 +11,7 @@ benchmark uses:
 - L-Eval's ROUGE is `rouge-score`'s, without stemming.
 - RULER's matching of strings needs no library.
 
-The libraries are imported by the metric that needs them: a suite without Chinese does not load a dictionary.
+Each metric imports its own library: a suite without Chinese does not load a dictionary.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def best(metric: Metric, output: str, references: Sequence[str]) -> float:
     return max((metric(output, reference) for reference in references), default=0.0)
 
 
-# Words that answers share.
+# Words in common
 
 _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION: Final = str.maketrans("", "", string.punctuation)
@@ -89,7 +89,7 @@ def _f1(output: Sequence[str], reference: Sequence[str]) -> float:
 def _jieba() -> Any:
     import jieba
 
-    jieba.setLogLevel(logging.WARNING)  # it tells where its dictionary is, on stderr
+    jieba.setLogLevel(logging.WARNING)  # it logs the place of its dictionary to stderr
     return jieba
 
 
@@ -99,13 +99,13 @@ def _jieba() -> Any:
 def rouge_l(output: str, reference: str) -> float:
     """F value of ROUGE-L at the level of summaries, by the package `rouge` (LongBench's rouge).
 
-    An empty output has 0. Where the package runs into Python's limit of recursion (a thousand words without a full
-    stop) LongBench writes down 0; here the limit is raised, and the score is what the package computes.
+    An empty output has 0. If the package hits Python's recursion limit (a thousand words without a full stop),
+    LongBench records 0; here the limit is raised, and the score is the package's.
     """
     with _recursion_of(len(output.split()) + len(reference.split())):
         try:
             scores = _rouge().get_scores([output], [reference], avg=True)
-        except ValueError:  # nothing but full stops, or nothing at all
+        except ValueError:  # only full stops, or nothing
             return 0.0
     # Its denominators carry an epsilon of 1e-8, never more: [0, 1] holds.
     return float(scores["rouge-l"]["f"])
@@ -160,7 +160,7 @@ def _recursion_of(depth: int) -> Iterator[None]:
 
 
 def classification(output: str, reference: str, classes: Sequence[str]) -> float:
-    """1 over the number of classes that the output names, where the right one is among them (LongBench).
+    """1 over the number of classes that the output names, if the right one is among them; else 0 (LongBench).
 
     A class whose name is part of the right one's does not count as named. LongBench removes those from the list while
     it walks along it, which spares the class after each: so does this.
@@ -200,9 +200,9 @@ def _paragraph(pattern: str, output: str, reference: str) -> float:
 
 
 def code_similarity(output: str, reference: str) -> float:
-    """How alike the first line of code and the reference are (LongBench's code_sim).
+    """Similarity of the first line of code and the reference (LongBench's code_sim).
 
-    The first line without a backquote, "#" or "//" is taken for code; without any, the empty string is compared.
+    The first line without a backquote, "#" or "//" counts as code. If there is none, the empty string is compared.
     """
     lines = output.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
@@ -210,19 +210,19 @@ def code_similarity(output: str, reference: str) -> float:
         return 1.0
     if not line or not reference:
         return 0.0
-    return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100  # fuzzywuzzy's whole percents
+    return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100  # fuzzywuzzy's integer percent
 
 
 # RULER.
 
 
 def match_all(output: str, references: Sequence[str]) -> float:
-    """Share of the references that the output contains, whatever the case (RULER's string_match_all)."""
+    """Share of the references that the output contains, ignoring case (RULER's string_match_all)."""
     return _share([reference.lower() in output.lower() for reference in references])
 
 
 def match_part(output: str, references: Sequence[str]) -> float:
-    """Whether the output contains any of the references, whatever the case (RULER's string_match_part)."""
+    """Whether the output contains any of the references, ignoring case (RULER's string_match_part)."""
     return float(match_all(output, references) > 0)
 
 

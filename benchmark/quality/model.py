@@ -1,4 +1,4 @@
-"""What the harness has to know of a model folder before anything is started."""
+"""Properties of a model folder that the harness checks before it starts an engine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fluxion_sglang.commands.provenance import CHECKOUT, ROOT
 from fluxion_sglang.scoring.model_files import fingerprint
 
 SPARE: Final = 2
-"""Positions that SGLang never uses: a request that wants them gets a shorter answer, without a word. Its workers take
-one less than the model has for a request (`TpModelWorker.get_worker_info`), and its scheduler one less than that for
-prompt and answer (`Scheduler.init_req_max_new_tokens`)."""
+"""Positions that SGLang never uses; a request that needs them gets a shorter answer without a warning. Its workers
+subtract one position per request (`TpModelWorker.get_worker_info`), and its scheduler another one for prompt and answer
+(`Scheduler.init_req_max_new_tokens`)."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Model:
     """A model in a folder.
 
     Attributes:
-        id: the folder's path in the checkout, elsewhere its name.
+        id: the folder's path in the checkout; outside of it, its name.
         vocabulary: entries of the next-token distribution.
         positions: of the model.
     """
@@ -37,7 +37,7 @@ class Model:
         """Read the folder's config.json.
 
         Raises:
-            ValueError: one sentence: there is no model, or its configuration does not say what is needed.
+            ValueError: there is no model, or its configuration lacks a required field; one sentence.
         """
         path = folder / "config.json"
         if not path.is_file():
@@ -57,13 +57,14 @@ class Model:
 
     @property
     def room(self) -> int:
-        """Tokens that a prompt and its answer may have together."""
+        """Maximum tokens of a prompt and its answer together."""
         return self.positions - SPARE
 
     def codec(self) -> Codec:
-        """Raises ValueError: one sentence: the folder holds no tokenizer that can be read."""
+        """The tokenizer and template. Raises ValueError: the folder has no readable tokenizer; one sentence."""
         return codec_of(self.folder, self.room)
 
     def sha256(self) -> str:
-        """Of the weights and of what else says how text becomes an answer; raises ValueError where there are none."""
+        """Digest of the weights and of all files that turn text into an answer. Raises ValueError: there are no
+        weights."""
         return fingerprint(self.folder)

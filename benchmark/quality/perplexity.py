@@ -1,8 +1,8 @@
 """Perplexity at decode steps (HGCA's measure of quality, its Table 1): the last tokens of windows of real text.
 
 HGCA reports perplexities of texts of given lengths under its sparse attention. Here a text is cut into windows of the
-wanted length, and the last tokens of each, 64 to 512, are forced one by one: every one is a decode step at the full
-length, and that is where a policy acts. The first of them is computed by the exact prefill and does not count.
+given length. The last tokens of each, 64 to 512, are forced one by one; each is a decode step at the full length, where
+policies act. The exact prefill computes the first of them, which does not count.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .extraction_symbolic import facts_among_words
 from .ruler_definitions import seeded
 
 MOST_TARGETS: Final = 512
-"""Most forced tokens of a window of real text, which are an eighth of it."""
+"""Maximum forced tokens of a window of real text; an eighth of the window is forced."""
 TARGETS: Final = 64
-"""Least forced tokens of a window, and those of a text in the language of the bundled model."""
+"""Minimum forced tokens of a window; also the number in the language of the bundled model."""
 
 Written = tuple[list[int], int, list[int] | None]
-"""Prompt, number of targets, and those that count; see `Symbolic`."""
+"""Prompt, number of targets, and indices of those that count; see `Symbolic`."""
 
 
 class _Forced(Task):
@@ -41,7 +41,7 @@ class Text(_Forced):
     """Windows of texts, side by side from each text's beginning.
 
     Attributes:
-        targets: the least forced tokens.
+        targets: minimum number of forced tokens.
         answer: share of a window that is forced; None: an eighth, up to MOST_TARGETS.
     """
 
@@ -54,7 +54,7 @@ class Text(_Forced):
         """`count` windows of `length` tokens (bos included), drawn from all texts, or all there are.
 
         Raises:
-            ValueError: no text has as many tokens.
+            ValueError: no text has that many tokens.
         """
         length = _checked(length, self.targets)
         forced = min(length // 8, MOST_TARGETS) if self.answer is None else int(self.answer * length)
@@ -90,8 +90,8 @@ class Symbolic(_Forced):
     """Texts in the language of the bundled model.
 
     Args:
-        write: (length, generator) -> (prompt of that length, how many of its last tokens are targets, which of those
-            count; None: all but the first).
+        write: (length, generator) -> (prompt of that length, number of trailing targets, indices of those that count or
+            None: all but the first).
     """
 
     name: str
@@ -109,14 +109,14 @@ class Symbolic(_Forced):
 
 
 def words(length: int, rng: np.random.Generator) -> Written:
-    """Only words. They follow from at most twelve tokens back: a policy must leave the nearby alone."""
+    """Words only. Each follows from at most twelve tokens before it: a policy must not harm the local context."""
     return [needle.BOS, *needle.essay(rng, length - 1)], TARGETS, None
 
 
 def answers(length: int, rng: np.random.Generator) -> Written:
-    """Words with facts, a question for ten of them, and its answer as targets: a policy must find what is far away.
+    """Words with facts, a question for ten of them, and its answer as targets: a policy must find distant facts.
 
-    The values count. Keys are copied from the question, and what ends a fact is known by its place.
+    Only values count. Keys are copied from the question, and the end of a fact follows from its place.
     """
     asked = facts_among_words(length, 10, 1, rng)[0]  # 1 + 10 * (2 of the key, 3 of the value, 1 end) = 61 targets
     size = needle.WORD_KEY + needle.NUMBER + 1
@@ -139,7 +139,7 @@ class Perplexity(Suite):
     lengths = True
 
     def tasks(self, codec: Codec, data: Path | None) -> list[Task]:
-        """One task for all texts together; without data, for the bundled model, those of its language.
+        """One task for all texts together; without data, the bundled model's own tasks.
 
         Args:
             data: a text file (UTF-8), or a folder with *.txt.

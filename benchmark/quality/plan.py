@@ -1,4 +1,4 @@
-"""What a run will do, decided and checked before any engine starts."""
+"""Decide and check what a run does, before any engine starts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 FULL: Final = "full"
 ORACLE_BUDGET: Final = "0.05"
-"""Of a bare `oracle` beside policies that have none to compare with."""
+"""Budget of a bare `oracle` when no `fixed` policy gives one."""
 
-# Runs with different values of these have different results; tasks and lengths only add cells.
+# Results depend on these; tasks and lengths only add cells.
 SETTINGS: Final = (
     "benchmark",
     "model",
@@ -48,7 +48,7 @@ class BadInput(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for, as of the options of `fluxion bench quality`; config: further options of the server."""
+    """Options of `fluxion bench quality`. config: further options of the server."""
 
     suite: str
     model: Path
@@ -69,7 +69,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Cell:
-    """A task at a length (None: as it comes): what is measured and saved as a whole."""
+    """A task at a length (None: fixed lengths); it is measured and saved as a whole."""
 
     task: Task
     length: int | None
@@ -77,12 +77,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that can start.
+    """A run whose inputs are checked.
 
     Attributes:
-        policies: those of the engine with the flag; `full` is the first.
-        off: whether SGLang without the flag is to answer as well.
-        results: the result file's contents: an earlier run's, or a header without rows.
+        policies: policies of the engine with the flag; `full` is the first.
+        off: whether SGLang without the flag answers too.
+        results: contents of the result file: of an earlier run, or a header without rows.
     """
 
     settings: Settings
@@ -98,7 +98,7 @@ class Plan:
         return cell.task.samples(self.codec, cell.length, self.settings.samples, self.settings.seed)
 
     def pending(self, policies: Sequence[str]) -> list[Cell]:
-        """The cells that have no row yet of one of these policies."""
+        """Cells without a row for one of these policies."""
         done = {(row["task"], row["length"], row["policy"]) for row in self.results["rows"]}
         return [
             cell for cell in self.cells if any((cell.task.name, cell.length, policy) not in done for policy in policies)
@@ -109,7 +109,7 @@ def make(settings: Settings) -> Plan:
     """Check everything that can be checked without an engine.
 
     Raises:
-        BadInput: the first thing that is wrong.
+        BadInput: the first problem found.
     """
     try:
         return _make(settings)
@@ -166,10 +166,10 @@ def _make(settings: Settings) -> Plan:
 def expand(specs: Sequence[str]) -> tuple[tuple[str, ...], bool]:
     """The policies to serve, `full` first and each once; and whether `off` was among them.
 
-    A bare `oracle` stands for one oracle at every budget of a `fixed`: exact selection for the same share of tokens.
+    A bare `oracle` stands for one oracle at the budget of every `fixed`: exact selection for the same share of tokens.
 
     Raises:
-        ValueError: one sentence: a spec that no policy has.
+        ValueError: a spec is unknown; one sentence.
     """
     # Imported late: policies bring torch.
     from fluxion_sglang.policy import check_spec
@@ -196,12 +196,12 @@ def expand(specs: Sequence[str]) -> tuple[tuple[str, ...], bool]:
 
 
 def hears(spec: str) -> bool:
-    """Whether a policy looks at more of a prompt than a hit in the radix tree leaves to prefill."""
+    """Whether a policy observes more of a prompt than a hit in the radix tree leaves to prefill."""
     return spec.partition(":")[0] == "lfps"
 
 
 def groups(samples: Sequence[Sample]) -> list[list[int]]:
-    """Indices of samples by document, in the order of their first."""
+    """Indices of samples by document, ordered by the first sample."""
     found: dict[Any, list[int]] = {}
     for i, sample in enumerate(samples):
         found.setdefault(sample.document or i, []).append(i)
@@ -209,18 +209,18 @@ def groups(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def targets(sample: Sample) -> int:
-    """How many trailing tokens of the prompt are forced; 0: the sample is a question."""
+    """Number of trailing tokens of the prompt that are forced; 0: the sample is a question."""
     return int(sample.meta.get("targets", 0))
 
 
 def counted(sample: Sample) -> Sequence[int]:
-    """Which of a sample's targets its score is of: never the first, which comes from the exact prefill."""
+    """Indices of a sample's targets that count; never the first, which comes from the exact prefill."""
     chosen: Sequence[int] = sample.meta.get("counted", range(1, targets(sample)))
     return chosen
 
 
 def fingerprint(samples: Sequence[Sample]) -> str:
-    """A digest of all that is asked and of what is right: rows with the same one can be compared."""
+    """Digest of all prompts and right answers: rows with equal digests are comparable."""
     asked = [
         (
             sample.prompt,
@@ -236,12 +236,12 @@ def fingerprint(samples: Sequence[Sample]) -> str:
 
 
 def _predictor(settings: Settings) -> Path:
-    """Where the server looks for it."""
+    """Folder where the server looks for the predictor."""
     return settings.predictor or settings.model / "fluxion"
 
 
 def _digest(folder: Path) -> str | None:
-    """Of the predictor there; None: there is none."""
+    """Digest of the predictor in the folder; None if there is none."""
     files = sorted(folder.glob("predictor*")) if folder.is_dir() else []
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12] if files else None
 
@@ -251,11 +251,12 @@ def _budget(spec: str) -> str | None:
     try:
         return args[-1] if name == "fixed" and float(args[-1]) < 1 else None
     except (IndexError, ValueError):
-        return None  # check_spec says what is wrong
+        return None  # check_spec reports the error
 
 
 def _needs(cells: Sequence[Cell], settings: Settings, codec: Codec, model: Model, results: dict[str, Any]) -> Needs:
-    """The largest document with as many answers as run at a time; checks all samples and earlier rows on the way."""
+    """Capacity for the largest document with as many answers as run concurrently. Checks all samples and earlier
+    rows."""
     most, forced = 0, False
     for cell in cells:
         samples = cell.task.samples(codec, cell.length, settings.samples, settings.seed)
@@ -280,24 +281,24 @@ def _needs(cells: Sequence[Cell], settings: Settings, codec: Codec, model: Model
                 raise BadInput(f"{what} forces one token, which the exact prefill computes; force two or more.")
             forced |= targets(sample) > 0
         if not targets(samples[0]):
-            cell.task.score(samples[0], "")  # a metric may need a package: better to know now
+            cell.task.score(samples[0], "")  # find a missing package of the metric now
         for members in groups(samples):
             prompts = [samples[i].prompt for i in members]
             shared = _shared(prompts)
             own = max(len(samples[i].prompt) - shared + samples[i].max_new_tokens for i in members)
             most = max(most, shared + settings.batch * (own + 2 * PAGE))
-    # A chunk more, so that a prefill never waits for the pages of a request that is about to end.
+    # One chunk more, so that no prefill waits for the pages of a request that is about to end.
     return Needs(most + CHUNK, settings.batch, forced)
 
 
 def _shared(prompts: Sequence[tuple[int, ...]]) -> int:
-    """Tokens at the beginning that all have. The smallest and the largest in order share the least."""
+    """Length of the common prefix of all prompts; the smallest and the largest in order have the shortest one."""
     low, high = min(prompts), max(prompts)
     return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
 
 
 def _check_out(path: Path) -> None:
-    """Results are saved after the first cell, which may take an hour."""
+    """Check that the result file can be written. The first save may come only after an hour."""
     if path.is_dir():
         raise BadInput(f"--out names the folder {path}; name a file in it.")
     parent = next(folder for folder in path.absolute().parents if folder.exists())
@@ -308,13 +309,13 @@ def _check_out(path: Path) -> None:
 
 
 def _rows(rows: Any) -> bool:
-    """Whether these are rows of a result file."""
+    """Whether this has the form of rows of a result file."""
     named = ("task", "length", "policy", "prompts")
     return isinstance(rows, list) and all(isinstance(row, dict) and row.keys() >= set(named) for row in rows)
 
 
 def _results(settings: Settings, model: Model, policies: tuple[str, ...]) -> dict[str, Any]:
-    """Those of an earlier run with the same settings, or new ones without rows."""
+    """Results of an earlier run with the same settings, or new ones without rows."""
     fresh = {
         **header("quality"),
         "model": {"id": model.id, "sha256": model.sha256()},

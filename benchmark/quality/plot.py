@@ -1,4 +1,4 @@
-"""Draws quality against the share of KV read: `python -m fluxion_quality.plot FILE` writes an SVG beside it.
+"""Draw quality against the share of KV read: `python -m fluxion_quality.plot FILE` writes an SVG beside it.
 
 Needs matplotlib: pip install 'fluxion-sglang[bench]'.
 """
@@ -16,10 +16,10 @@ MARKERS = "osD^vP*X<>ph"
 
 
 def draw(data: dict[str, Any], path: Path) -> None:
-    """A panel a length: mean score over tasks by the share of the middle's bytes that is read, a point a policy. Points
-    of one family, such as `fixed:16`, share a colour, a marker and a line; `full`, and what reads nothing, are level
-    lines. A grey line has the Pareto front of what can serve, except of perplexities; yardsticks, which read everything
-    to decide, are hollow.
+    """A panel per length: mean score over tasks against the share of the middle's bytes that is read, a point per
+    policy. Points of one family, such as `fixed:16`, share a colour, a marker and a line. `full`, and policies that
+    read nothing, are horizontal lines. A grey line shows the Pareto front of policies that can serve, except for
+    perplexities. Yardsticks, which read everything to decide, are hollow.
 
     Args:
         path: of the image, an SVG.
@@ -27,7 +27,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    # No time stamps and stable ids: the same data gives the same file.
+    # No time stamps and stable ids, so that equal data gives equal files.
     matplotlib.rcParams.update({"svg.hashsalt": "fluxion", "svg.fonttype": "none", "font.size": 9})
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator, NullLocator
@@ -81,7 +81,7 @@ def _known(row: Row) -> bool:
 
 
 def _spread(row: Row) -> tuple[float, float]:
-    """How far the interval goes down and up from the score."""
+    """Distances from the score to the lower and upper end of the interval."""
     if row["delta_low"] is None:
         return 0.0, 0.0
     return max(row["delta"] - row["delta_low"], 0.0), max(row["delta_high"] - row["delta"], 0.0)

@@ -1,4 +1,4 @@
-"""Made-up prose, and how much of it makes a prompt of a given length."""
+"""Generated prose, and the search for the amount that fills a prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-_PROBES: Final = 8  # estimates by slope before plain bisection takes over
+_PROBES: Final = 8  # guesses from the slope before plain bisection
 
 
 def _choices(text: str) -> list[str]:
@@ -38,17 +38,17 @@ _LINKS: Final = _choices("and|but|while|so|because|although")
 
 
 class Prose:
-    """Endless prose: a text that starts over at its end, to be cut after any word."""
+    """Endless prose: a text that repeats from its beginning, to be cut after any word."""
 
     def __init__(self, text: str, source: str) -> None:
         self.source = source
-        """Where it is from: a file's name, or "generated"."""
+        """Origin: a file's name, or "generated"."""
         words = [sentence.split() for sentence in re.split(r"(?<=[.!?])\s+", text)]
         self._sentences = [" ".join(sentence) for sentence in words if sentence]
         self._ends = np.cumsum([len(sentence) for sentence in words if sentence])
 
     def sentences(self, words: int) -> list[str]:
-        """The first so many words, as sentences; the last one may be cut."""
+        """The first `words` words as sentences; the last one may be cut."""
         rounds, rest = divmod(words, int(self._ends[-1]))
         whole = int(np.searchsorted(self._ends, rest, side="right"))
         taken = self._sentences * rounds + self._sentences[:whole]
@@ -57,7 +57,7 @@ class Prose:
 
 
 def generated_essay(rng: np.random.Generator, words: int) -> Prose:
-    """At least so many words of plain sentences without a plot."""
+    """At least `words` words of plain sentences without a plot."""
     picks = iter(rng.integers(0, 2**31, words * 2 + 64).tolist())
     sentences = []
     size = 0
@@ -85,24 +85,24 @@ def _sentence(picks: Iterator[int]) -> str:
 
 
 def fit(prompt: Callable[[int], list[int]], least: int, most: int, enough: int, limit: int) -> tuple[int, list[int]]:
-    """A size, and its prompt of at most `limit` tokens: with `enough` tokens or more, else the largest that fits.
+    """A size and its prompt with at most `limit` tokens: one with `enough` tokens or more, else the largest that fits.
 
-    Tokenising is the cost, and a prompt's tokens grow almost linearly: so sizes are guessed from the slope so far, a
-    cheap small one first, and two or three prompts of the full size are made in all.
+    Tokenising dominates the cost, and the tokens of a prompt grow almost linearly with its size. Sizes are therefore
+    guessed from the slope so far, after a cheap small prompt; two or three prompts of the full size suffice.
 
     Args:
-        prompt: tokens of the prompt of a size; about rising.
+        prompt: returns the tokens of the prompt for a size; nearly increasing.
         least, most: smallest and largest size.
 
     Raises:
-        ValueError: the smallest prompt is longer than `limit`.
+        ValueError: the smallest prompt exceeds `limit`.
     """
     low, best = least, prompt(least)
     if len(best) > limit:
         raise ValueError(f"{limit} tokens were left for a prompt that has at least {len(best)}")
     high: int | None = None
     above = 0  # tokens at `high`
-    slope = 0.0  # tokens a unit
+    slope = 0.0  # tokens per unit of size
     tries = 0
     while len(best) < enough and low < (most if high is None else high - 1):
         tries += 1
@@ -111,7 +111,7 @@ def fit(prompt: Callable[[int], list[int]], least: int, most: int, enough: int, 
         if slope <= 0 or tries > _PROBES:
             size = 2 * low + 4 if high is None else (low + high) // 2
         else:
-            # The first guess with a slope is one from few units: it is tried on a sixteenth of the prompt.
+            # The first slope comes from a small size and is imprecise, so try it on a sixteenth of the prompt first.
             aim = limit / 16 if tries == 2 and len(best) < limit / 32 else (enough + limit) / 2
             size = low + int((aim - len(best)) / slope)
         size = min(max(size, low + 1), most if high is None else high - 1)

@@ -1,4 +1,4 @@
-"""What every result file of the benchmarks records of where it comes from."""
+"""Origin of results, recorded in every result file of the benchmarks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fluxion_sglang.commands.provenance import ROOT, load, machine, rounded, sav
 __all__ = ["ROOT", "SAME", "commit", "header", "load", "machine", "rounded", "save", "versions"]
 
 SAME: Final = ("commit", "sources", "machine", "versions", "environment")
-"""Results of runs that agree in these belong together."""
+"""Runs that agree in these may share a result file."""
 
-_PACKAGES = (*provenance.PACKAGES, "rouge", "rouge-score", "jieba", "wonderwords")  # they make samples and scores
+_PACKAGES = (*provenance.PACKAGES, "rouge", "rouge-score", "jieba", "wonderwords")  # these make samples and scores
 _CODE = (*provenance.CODE, "fluxion_quality")
 _MEASURED = (*provenance.MEASURED, "benchmark/*.py", "benchmark/quality/*.py")
 

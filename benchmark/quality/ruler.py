@@ -1,8 +1,8 @@
 """RULER (Hsieh et al., arXiv 2404.06654), all thirteen tasks, in two languages.
 
-`ruler_definitions` has the tasks' parameters, as published; `ruler_text` writes them as English for real models and
-`ruler_symbolic` in the language of the bundled one, which has no documents to read (qa_1, qa_2). Scores are RULER's:
-the share of references in the output, for documents whether any is.
+`ruler_definitions` holds the published parameters of the tasks. `ruler_text` writes them as English for real models,
+and `ruler_symbolic` in the language of the bundled model, which has no documents to read (qa_1, qa_2). Scores are
+RULER's: the share of references in the output; for documents, whether any is.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ class Ruler(Suite):
     """See the module.
 
     Args:
-        questions: how many questions of the symbolic form one document is asked, where the task has so many (only the
-            multikey tasks do). A document's prefill is shared, so more of them are cheaper samples, but not
-            independent ones.
+        questions: maximum number of questions of the symbolic form about one document (only the multikey tasks have
+            several). They share the document's prefill, so more of them are cheaper samples, but not independent ones.
     """
 
     name = "ruler"
@@ -34,12 +33,12 @@ class Ruler(Suite):
         self._questions = questions
 
     def tasks(self, codec: Codec, data: Path | None) -> list[Task]:
-        """All tasks that the codec's language has.
+        """All tasks in the codec's language.
 
         Args:
-            data: folder with the files of `ruler_documents` (qa_1 and qa_2; without them, these two raise MissingData
-                when they make samples, and the others are as always) and of `ruler_words` (essays; without them, prose
-                is made up, and the samples' `meta["haystack"]` says "generated").
+            data: folder with the files of `ruler_documents` (for qa_1 and qa_2, which raise MissingData without them
+                when they make samples) and of `ruler_words` (essays; without them prose is generated, and
+                `meta["haystack"]` of the samples says "generated").
         """
         if codec.symbolic:
             return [
@@ -56,11 +55,11 @@ class _RulerTask(Task):
         self.definition = definition
 
     def samples(self, codec: Codec, length: int | None, count: int, seed: int) -> list[Sample]:
-        """See `Task`; prompt and answer fill `length` together, to one percent and never more.
+        """See `Task`. Prompt and answer together have at most `length` tokens, and at least 99% of it.
 
         Raises:
-            MissingData: a file or package is not there.
-            ValueError: no length is given, or one that holds no such task.
+            MissingData: a file or package is missing.
+            ValueError: the length is missing or too short for the task.
         """
         if length is None:
             raise ValueError(f"Task {self.name} needs a length.")

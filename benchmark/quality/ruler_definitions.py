@@ -1,7 +1,7 @@
-"""RULER's thirteen tasks (Hsieh et al., arXiv 2404.06654): their parameters, apart from any language.
+"""Parameters of RULER's thirteen tasks (Hsieh et al., arXiv 2404.06654), independent of the language.
 
 The numbers are those of the configuration published with the paper. A language (`ruler_text`, `ruler_symbolic`) writes
-a task down; what is asked and how often things occur is the same in both.
+a task down; questions and frequencies are the same in both.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Needles:
-    """Needle in a haystack: facts hidden in a document, some of them asked for.
+    """Needle in a haystack: facts hidden in a document, some of which are asked for.
 
     Attributes:
-        haystack: one sentence again and again, an essay, or other facts.
-        keys: facts in the document have so many keys (a haystack of facts has more of its own).
-        values: facts for each key, all to be named.
-        queries: keys that one question asks for.
+        haystack: one repeated sentence, an essay, or other facts.
+        keys: number of keys of the facts (a haystack of facts has more of its own).
+        values: facts per key; all must be named.
+        queries: keys in one question.
     """
 
     haystack: Literal["repeat", "essay", "needle"]
@@ -36,7 +36,7 @@ class Needles:
 
 @dataclass(frozen=True)
 class Chains:
-    """Variable tracking: a value is handed on from variable to variable; all that have it are asked for."""
+    """Variable tracking: variables are assigned from one another; the question asks for all variables with a value."""
 
     chains: int = 1
     hops: int = 4
@@ -55,7 +55,7 @@ class CommonWords:
 
 @dataclass(frozen=True)
 class FrequentWords:
-    """Words whose frequencies follow a zeta distribution; the first is noise, the next `top` are asked for."""
+    """Words whose frequencies follow a zeta distribution; the first is noise, the question asks for the next `top`."""
 
     alpha: float = 2.0
     top: int = 3
@@ -64,7 +64,7 @@ class FrequentWords:
 
 @dataclass(frozen=True)
 class Documents:
-    """A question, the documents that answer it, and others."""
+    """A question, documents that answer it, and other documents."""
 
     dataset: Literal["squad", "hotpotqa"]
     tokens_to_generate: ClassVar[int] = 32
@@ -89,12 +89,12 @@ DEFINITIONS: Final[Mapping[str, Definition]] = {
 }
 
 DEPTHS: Final = tuple(round(100 * i / 39) for i in range(40))
-"""Where needles may lie in an essay, in percent."""
+"""Possible depths of needles in an essay, in percent."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question about a document: a `Sample` without the names that its task gives it."""
+    """A question about a document: a `Sample` without the names that its task assigns."""
 
     prompt: tuple[int, ...]
     references: tuple[str, ...]
@@ -104,7 +104,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Draw:
-    """Where the randomness of one document comes from: equal fields draw equal documents, on every machine."""
+    """Seed of one document: equal fields give equal documents on every machine."""
 
     seed: int
     task: str
@@ -112,23 +112,23 @@ class Draw:
     index: int
 
     def rng(self, purpose: str = "") -> np.random.Generator:
-        """A fresh generator for a purpose; what one purpose draws does not move what another does."""
+        """A new generator for a purpose; purposes are independent of each other."""
         return seeded(self.seed, self.task, self.length, self.index, purpose)
 
     def turn(self, size: int) -> int:
-        """This document's place in a shuffle of `size` that all documents of the task share, at every length."""
+        """This document's place in a shuffle of `size`, which all documents of the task share at every length."""
         return int(seeded(self.seed, self.task).permutation(size)[self.index % size])
 
 
 def seeded(*parts: object) -> np.random.Generator:
-    """A generator of its own for these parts, the same on every machine.
+    """A generator for these parts, the same on every machine.
 
-    numpy's own seeding of lists takes [1, 0] for 1, so that one document's numbers may be those of another stream.
+    numpy's own seeding treats [1, 0] like 1, so different parts could give the same stream.
     """
     digest = hashlib.sha256(repr(parts).encode()).digest()  # hash() differs from process to process
     return np.random.default_rng(int.from_bytes(digest, "little"))
 
 
 def draw_depths(rng: np.random.Generator, count: int) -> list[int]:
-    """`count` different ones of DEPTHS, the lowest first."""
+    """`count` different values of DEPTHS in ascending order."""
     return sorted(DEPTHS[i] for i in rng.choice(len(DEPTHS), count, replace=False))

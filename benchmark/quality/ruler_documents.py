@@ -13,7 +13,7 @@ from .base import MissingData
 from .files import find
 
 FOLDERS: Final = ("", "ruler")
-"""Where RULER's files may be, below the folder with the data."""
+"""Folders for RULER's files, below the data folder."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Question:
     """A question, its right answers, and documents by number.
 
     Attributes:
-        documents: in every prompt of this question; one of them has the answer.
+        documents: included in every prompt of this question; one of them has the answer.
         related: the first choice of distractors.
     """
 
@@ -41,7 +41,7 @@ def read_corpus(dataset: str, data: Path | None) -> Corpus:
     """The questions of "squad" or "hotpotqa" in a folder.
 
     Raises:
-        MissingData: there is no such file, or it is something else.
+        MissingData: the file is missing or has another format.
     """
     file, address, layout, _ = _FILES[dataset]
     return _read(dataset, find(data, FOLDERS, file, f"{address}, as published ({layout})"))

@@ -1,4 +1,4 @@
-"""RULER's needles and chains in text: what is hidden, and the haystacks around it."""
+"""RULER's needles and chains in text: the hidden facts, and the haystacks around them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .ruler_words import ESSAY_FILE, draw_compounds, read_essay
 
 NOISE: Final = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
-# Of the noise around the example chain: with them it has some five hundred tokens, as in the published benchmark.
+# Words of noise around the example chain, which then has about five hundred tokens, as in the published benchmark.
 _EXAMPLE_WORDS: Final = 10 * len(NOISE.split())
 
 
@@ -32,7 +32,7 @@ class _Hidden:
     keys: list[str]
     values: dict[str, list[str]]
     asked: list[str]
-    order: list[tuple[str, str]]  # key and value of every needle, as they lie in the document
+    order: list[tuple[str, str]]  # key and value of every needle, in the order of the document
 
     @property
     def references(self) -> list[str]:
@@ -126,7 +126,7 @@ def repeated_needles(task: Needles, page: Page) -> Asked:
 
 def needles_among_needles(task: Needles, page: Page) -> Asked:
     rng = page.draw.rng()
-    most = page.draw.length // 10  # the words around key and value alone are more than ten tokens
+    most = page.draw.length // 10  # a fact has more than ten tokens beside key and value
     keys = _draw_names(rng, task.key, task.keys + most)
     hidden = _hide(task, rng, keys[: task.keys])
     taken = {value for values in hidden.values.values() for value in values}
@@ -163,7 +163,7 @@ def _percent(depths: list[float]) -> list[float]:
 
 
 def _inserted(lines: list[str], places: list[int], more: list[str]) -> list[str]:
-    """Each of `more` before the line of its place; places never fall."""
+    """Insert each of `more` before the line of its place; places are ascending."""
     result: list[str] = []
     done = 0
     for place, line in zip(places, more, strict=True):
@@ -194,7 +194,7 @@ class _Chain:
             "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
             f"{context}\nQuestion: Find all variables that are assigned the value {self.value} in the text above.",
             " Answer: According to the chain(s) of variable assignment in the text above, "
-            # The published prompt is spelled like this, and a prompt is data.
+            # The published prompt has this spelling; a prompt is data.
             f"{len(self.variables)} variables are assgined the value {self.value}, they are: ",
         )
 

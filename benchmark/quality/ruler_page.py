@@ -1,4 +1,4 @@
-"""A prompt of RULER in text, and how it comes to have the wanted length."""
+"""A prompt of RULER in text, and how it reaches the given length."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .prose import fit
 from .ruler_definitions import Asked, Draw
 
 Text = tuple[str, str]
-"""What the user says, and how the answer begins."""
+"""The user's turn, and the beginning of the answer."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a prompt is written on: a length in tokens of a codec."""
+    """Target of a prompt: a length in tokens of a codec."""
 
     codec: Codec
     draw: Draw
@@ -31,7 +31,7 @@ class Page:
         return self.limit - self.draw.length // 100
 
     def fill(self, text: Callable[[int], Text], least: int = 0, most: int | None = None) -> tuple[int, list[int]]:
-        """Size and tokens of the text that fills the length; a token holds one unit at most, so sizes end there."""
+        """Size and tokens of the text that fills the length. A token holds at most one unit, which bounds the size."""
         try:
             return fit(
                 lambda size: self.codec.chat(*text(size)),

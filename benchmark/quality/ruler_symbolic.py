@@ -1,9 +1,9 @@
 """RULER's tasks in the symbolic language of the bundled model (`fluxion_sglang.commands.needle`).
 
-A prompt and its answer have exactly the wanted length together: the answer's length is known, and is what may be
-generated. What is asked for lies `needle.LEAD` tokens from the beginning of the document and `needle.TAIL` from its
-end, so that neither the sinks nor the window can hold it. That goes for the words that are to be counted, too: in
-RULER they are everywhere, and those of the ends alone would tell the answer.
+A prompt and its answer have exactly the given length together; the length of the answer is known and limits generation.
+Facts in question lie at least `needle.LEAD` tokens after the beginning of the document and `needle.TAIL` before its
+end, outside the sinks and the window. The same holds for words to be counted: in RULER they are everywhere, and the
+ends alone would reveal the answer.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Fact = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def write(definition: Definition, draw: Draw, questions: int) -> list[Asked]:
-    """One document, and up to `questions` questions about it; they share everything but the question itself.
+    """One document, and up to `questions` questions about it; they differ only in the question.
 
     Raises:
-        ValueError: the length holds no such task.
+        ValueError: the length is too short for the task.
     """
     if draw.length < needle.MIN_LENGTH:
         raise ValueError(f"Task {draw.task} needs a length of {needle.MIN_LENGTH} tokens or more, not {draw.length}.")
@@ -66,7 +66,7 @@ class _Shape:
 
     @property
     def body(self) -> int:
-        """What is left for the document, without its <bos>."""
+        """Tokens left for the document, without its <bos>."""
         return self.length - 1 - self.question - self.answer
 
     def asked(
@@ -89,7 +89,7 @@ def _needles_shape(task: Needles, draw: Draw) -> _Shape:
 
 
 def _ask(task: Needles, shape: _Shape, body: list[int], facts: list[Fact], positions: list[int]) -> Asked:
-    """The question whose answer are these facts, in this order."""
+    """The question whose answer is these facts, in this order."""
     keys = list(dict.fromkeys(key for key, _ in facts))
     meta = {"haystack": task.haystack, "keys": [needle.to_text(key) for key in keys], "positions": positions}
     references = [needle.to_text(value) for _, value in facts]
@@ -118,7 +118,7 @@ def _facts_in_words(task: Needles, draw: Draw, questions: int) -> list[Asked]:
 
 
 def _facts_only(task: Needles, draw: Draw, questions: int) -> list[Asked]:
-    """Facts from end to end; those asked for lie in the middle. What is less than a fact is words, at the start."""
+    """A document of facts; those in question lie in the middle. Words at the start fill the remainder."""
     rng = draw.rng()
     shape = _needles_shape(task, draw)
     size = KEY_SYMBOLS[task.key] + VALUE_SYMBOLS[task.value] + 2
@@ -134,7 +134,7 @@ def _facts_only(task: Needles, draw: Draw, questions: int) -> list[Asked]:
 
 
 def _chain(task: Chains, draw: Draw) -> Asked:
-    """The links lie in the order of the chain, at random places among RULER's noise: the repeated sentence."""
+    """The links keep the order of the chain, at random places among RULER's noise, the repeated sentence."""
     rng = draw.rng()
     variables = task.hops + 1
     shape = _Shape(draw.length, 2, 3 + variables)
@@ -151,7 +151,7 @@ def _chain(task: Chains, draw: Draw) -> Asked:
 
 
 def _common_words(task: CommonWords, draw: Draw) -> Asked:
-    """All words of the language, in RULER's proportion of frequencies; counts of a kind differ by one at most."""
+    """All words of the language, in RULER's proportion of frequencies; counts within a kind differ by at most one."""
     rng = draw.rng()
     shape = _Shape(draw.length, 1, 2 + task.words)
     words = (needle.FIRST_WORD + rng.permutation(needle.WORDS)).tolist()
@@ -168,7 +168,7 @@ def _common_words(task: CommonWords, draw: Draw) -> Asked:
 
 
 def _frequent_words(task: FrequentWords, draw: Draw) -> Asked:
-    """The counts are the distribution's (RULER draws none either), rounded so that they add up."""
+    """Counts follow the distribution (RULER does not sample either), rounded to add up to the length."""
     rng = draw.rng()
     shape = _Shape(draw.length, 1, 2 + task.top)
     words = (needle.FIRST_WORD + rng.permutation(needle.WORDS)).tolist()
@@ -191,7 +191,7 @@ def _word_list(
 
 
 def shares(total: int, ranks: int, alpha: float) -> list[int]:
-    """Whole numbers that add up to `total`, in proportion to 1 / rank^alpha, by largest remainders; none increases."""
+    """Integers that add up to `total`, in proportion to 1 / rank^alpha, by largest remainders; they never increase."""
     exact = np.arange(1, ranks + 1) ** -alpha
     exact *= total / exact.sum()
     counts = np.floor(exact).astype(int)
@@ -207,7 +207,7 @@ def _words(haystack: str, rng: np.random.Generator, size: int) -> list[int]:
 
 
 def _room(shape: _Shape, draw: Draw, phrases: list[list[int]]) -> int:
-    """How many words may lie before, between and after the phrases at will."""
+    """Number of words to distribute before, between and after the phrases."""
     room = shape.body - sum(map(len, phrases)) - needle.LEAD - needle.TAIL
     if room < 0:
         raise ValueError(f"Task {draw.task} does not fit into {draw.length} tokens; {-room} more are needed.")
@@ -215,7 +215,8 @@ def _room(shape: _Shape, draw: Draw, phrases: list[list[int]]) -> int:
 
 
 def _among_words(words: list[int], phrases: list[list[int]], cuts: list[int]) -> tuple[list[int], list[int]]:
-    """Phrases after LEAD and so many words each, `cuts` never falling; and their positions in the prompt."""
+    """Insert each phrase after LEAD + cut words; `cuts` is ascending. Also return the phrases' positions in the
+    prompt."""
     body: list[int] = []
     places = []
     done = 0

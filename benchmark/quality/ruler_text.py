@@ -1,8 +1,8 @@
 """RULER's tasks as English text, for real models: the published prompts, at the length of the model's own tokenizer.
 
-`fit` makes haystacks longer until prompt and answer fill 99 to 100% of the wanted length. Published RULER stops at
-coarser steps (some hundred words, ten documents); where a step here is still more than one percent, some words of
-noise or a part of a document fill the rest.
+`fit` lengthens haystacks until prompt and answer fill 99 to 100% of the given length. Published RULER stops at coarser
+steps (some hundred words, ten documents). Where a step here exceeds one percent, words of noise or a part of a document
+fill the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .ruler_documents import Corpus, read_corpus
 from .ruler_page import Page, Text
 from .ruler_words import draw_words
 
-# Below this length the published benchmark takes other frequencies for common words, and a smaller example.
+# Below this length the published benchmark uses other frequencies for common words, and a smaller example.
 _SHORT: Final = 4096
 
 
@@ -30,8 +30,8 @@ def write(definition: Definition, codec: Codec, draw: Draw, data: Path | None) -
         data: folder with the essays (optional) and the question files.
 
     Raises:
-        MissingData: a file or package that the task needs is not there.
-        ValueError: the length holds no such task, or the data fill no such length.
+        MissingData: a file or package that the task needs is missing.
+        ValueError: the length is too short for the task, or the data cannot fill it.
     """
     page = Page(codec, draw, definition.tokens_to_generate)
     match definition:
@@ -85,7 +85,8 @@ def _listed(common: list[str], rest: list[str], frequencies: tuple[int, int], rn
 
 
 def _frequent_words(task: FrequentWords, page: Page) -> Asked:
-    """Counts are the distribution's, rounded down (the published benchmark draws none), and one more of the rarest."""
+    """Counts follow the distribution, rounded down (the published benchmark does not sample), plus one of the rarest
+    word."""
     rng = page.draw.rng()
     words: dict[str, None] = {"...": None}
     for row in rng.integers(0, 26, (page.draw.length // 50, 6)):
@@ -111,7 +112,7 @@ def _frequent_words(task: FrequentWords, page: Page) -> Asked:
 
     size, prompt = page.fill(text, most=2 * steps * page.draw.length)
     more = 0
-    if len(prompt) < page.enough:  # where the counts of several words rise at once
+    if len(prompt) < page.enough:  # the counts of several words may rise in one step
         more, prompt = page.fill(lambda more: text(size, more), most=len(coded) - task.top - 2)
     first = counts(size, more)[: task.top + 2].tolist()
     if sorted(set(first), reverse=True) != first:

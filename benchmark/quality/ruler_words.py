@@ -1,8 +1,7 @@
 """Words and prose for RULER's tasks in text.
 
-The words are those of the package `wonderwords`, as in the published benchmark: eight thousand English words under the
-MIT licence, without dependencies. Its version is fixed where the package is required, because other lists are other
-samples.
+The words come from the package `wonderwords`, as in the published benchmark: eight thousand English words under the MIT
+licence, without dependencies. The requirement pins its version, because another list gives other samples.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def all_words() -> tuple[str, ...]:
 
 
 def draw_compounds(rng: np.random.Generator, count: int) -> list[str]:
-    """`count` different adjectives with a noun ("quiet-river"), RULER's keys; six million there are."""
+    """`count` different adjectives with a noun ("quiet-river"), RULER's keys; there are six million."""
     adjectives, nouns = word_list("adjective"), word_list("noun")
     drawn: dict[str, None] = {}
     while len(drawn) < count:
@@ -53,7 +52,7 @@ def draw_compounds(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def draw_words(rng: np.random.Generator, count: int) -> list[str]:
-    """`count` different words; where the lists end, compounds follow."""
+    """`count` different words; compounds follow when the lists are exhausted."""
     words = all_words()
     drawn = [words[i] for i in rng.permutation(len(words))[:count]]
     return drawn + draw_compounds(rng, count - len(drawn)) if count > len(drawn) else drawn
@@ -61,10 +60,10 @@ def draw_words(rng: np.random.Generator, count: int) -> list[str]:
 
 @functools.lru_cache(maxsize=1)
 def read_essay(path: Path) -> Prose:
-    """The essays of the published benchmark: a JSON file with the one key "text".
+    """The essays of the published benchmark: a JSON file with a single key "text".
 
     Raises:
-        MissingData: the file is something else.
+        MissingData: the file has another format.
     """
     try:
         text = json.loads(path.read_text(encoding="utf-8"))["text"]

@@ -1,6 +1,6 @@
 """The loop over cells: serve, score, compare with full attention, save.
 
-A cell is a task at a length, under every policy. The result file is saved whole after each, so an interrupted run loses
+A cell is a task at a length, under every policy. The result file is saved after each cell, so an interrupted run loses
 at most one.
 """
 
@@ -21,19 +21,19 @@ from .base import Codec, Sample, Task
 from .plan import FULL, Cell, Plan, counted, fingerprint, groups, hears, targets
 
 SPANS: Final = 8
-"""Parts of a forced answer whose loss and divergence are kept apart."""
+"""Parts of a forced answer with separate loss and divergence."""
 
 
 def run(plan: Plan, start: Start) -> dict[str, Any]:
-    """Measure what is missing in the plan's results, and return them whole.
+    """Measure what the plan's results lack, and return all of them.
 
     Args:
-        start: starts an engine; called once for the policies and once for `off`, and not for what is measured already.
+        start: starts an engine; called once for the policies and once for `off`, unless everything is measured already.
     """
     passes: list[tuple[str, ...]] = [plan.policies, *([(OFF,)] if plan.off else [])]
     todo = [(policies, plan.pending(policies)) for policies in passes]
     total = sum(len(cells) for _, cells in todo) * plan.settings.samples
-    # Where there is no terminal, no bar: it would fill the log with copies of itself.
+    # Without a terminal there is no bar, which would fill the log with copies.
     with tqdm(total=total, unit="sample", disable=None) as bar:
         for policies, cells in todo:
             if cells:
@@ -54,8 +54,8 @@ def _measure(plan: Plan, cell: Cell, policies: tuple[str, ...], server: Server, 
     samples = plan.samples(cell)
     found = {policy: _Answers(plan.codec, cell.task, samples) for policy in policies}
     sums = {policy: stats.AuditSum() for policy in policies}
-    server.audited()  # what an earlier cell left behind
-    # The distributions of an answer are large: no more of them at a time than keep the engine busy.
+    server.audited()  # discard records of an earlier cell
+    # The distributions of an answer are large, so limit concurrent ones to what keeps the engine busy.
     size = max(1, 2 * plan.settings.batch // len(policies))
     members = groups(samples)
     hearing = [policy for policy in policies if hears(policy)]
@@ -63,7 +63,7 @@ def _measure(plan: Plan, cell: Cell, policies: tuple[str, ...], server: Server, 
         for first in range(0, len(group), size):
             part = group[first : first + size]
             if first == 0 or hearing:
-                # Brings the document in, for all questions under all policies. One token: there is no decode step.
+                # Prefill the document for all questions and policies. One token: no decode step.
                 server.generate([Request(_prompt(samples[part[0]]), policies[0], 1)])
             asked = [(i, policy) for i in part for policy in policies if policy not in hearing]
             replies = server.generate([_request(samples[i], policy) for i, policy in asked])
@@ -97,7 +97,7 @@ def _measure(plan: Plan, cell: Cell, policies: tuple[str, ...], server: Server, 
     rows[:] = [row for row in rows if not (row.items() >= where.items() and row["policy"] in policies)]
     for policy in policies:
         rows.append({**where, "policy": policy, **found[policy].row(), **sums[policy].row(), **shared})
-    # `full` may be of an earlier run, where this is the pass without the flag.
+    # In the pass without the flag, `full` may come from an earlier run.
     full = next((row for row in rows if row.items() >= where.items() and row["policy"] == FULL), None)
     for row in rows[-len(policies) :]:
         stats.compare(row, full, plan.settings.seed)
@@ -114,9 +114,9 @@ class _Answers:
         self._answers: dict[int, str] = {}
         self._divergences: dict[int, list[float]] = {}
         self._forced: dict[int, list[float]] = {}
-        """Log probability of each forced token that counts."""
+        """Log probabilities of the forced tokens that count."""
         self._agree: list[bool] = []
-        """Whether the most probable token is that of `full`, at each forced step that counts."""
+        """For each forced step that counts, whether the most probable token is that of `full`."""
 
     def add(self, i: int, reply: Reply, full: Reply | None) -> None:
         """Add the answer to sample `i`.
@@ -142,7 +142,8 @@ class _Answers:
     def row(self) -> dict[str, Any]:
         values = [self._values[i] for i in range(len(self._samples))]
         measure = "perplexity" if targets(self._samples[0]) else "score"
-        # Samples weigh alike. Over all steps, answers that go wrong early would hardly count: they have few to compare.
+        # Samples have equal weight. A mean over all steps would suppress answers that go wrong early, which compare few
+        # steps.
         means = [float(np.mean(found)) for _, found in sorted(self._divergences.items()) if found]
         return {
             "measure": measure,
@@ -161,8 +162,8 @@ class _Answers:
 
 
 def _by_span(samples: list[list[float]]) -> list[float]:
-    """Means over `SPANS` parts of the answers, the first one next to the prompt. Answers are equally long, or shorter
-    than the spans are many; then there are no spans."""
+    """Means over `SPANS` parts of the answers, the first one next to the prompt. Empty if an answer is shorter than
+    SPANS."""
     if min(map(len, samples)) < SPANS:
         return []
     return [float(np.mean([np.mean(part) for part in parts])) for parts in zip(*map(_parts, samples), strict=True)]

@@ -19,8 +19,8 @@ from .run import run
 
 
 def main(arguments: argparse.Namespace, start: Start | None = None) -> int:
-    """Run the command; returns the exit code: 2 for bad input, before any engine starts; 1 where the
-    engine fails.
+    """Run the command; return the exit code. It is 2 for bad input, before any engine starts, and 1 if the engine
+    fails.
 
     Args:
         start: starts engines; for tests.
@@ -54,7 +54,7 @@ def main(arguments: argparse.Namespace, start: Start | None = None) -> int:
 
 
 def settings(arguments: argparse.Namespace) -> plan.Settings:
-    """What the options ask for.
+    """Settings from the options.
 
     Raises:
         plan.BadInput: one sentence.
@@ -81,15 +81,15 @@ def settings(arguments: argparse.Namespace) -> plan.Settings:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The parts of a comma-separated list, each once."""
+    """Parts of a comma-separated list, without duplicates."""
     return tuple(dict.fromkeys(word for part in text.split(",") if (word := part.strip())))
 
 
 def length(word: str) -> int:
-    """Tokens, where k means 1,024: "4k" is 4096.
+    """Number of tokens; k means 1,024: "4k" is 4096.
 
     Raises:
-        plan.BadInput: it is no number.
+        plan.BadInput: the word is not a number.
     """
     found = re.fullmatch(r"([0-9]+)([kK]?)", word)
     if not found:

@@ -1,4 +1,4 @@
-"""From samples and audit records to the numbers of a row."""
+"""Compute the numbers of a row from samples and audit records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEASURES: Final[dict[str, Callable[[Floats], Floats]]] = {
     # Samples hold the mean negative log likelihood of their targets.
     "perplexity": np.exp,
 }
-"""From the mean of what samples hold to the score of a task."""
+"""Functions from the mean of the samples to the score of a task."""
 
 
 def score(samples: Sequence[float], measure: str) -> float:
@@ -30,18 +30,19 @@ def score(samples: Sequence[float], measure: str) -> float:
 def resampled_deltas(
     policy: Sequence[float], full: Sequence[float], clusters: Sequence[int], measure: str, seed: int
 ) -> Floats | None:
-    """[RESAMPLES] differences of the scores, policy minus full, each over as many clusters drawn with replacement.
+    """[RESAMPLES] differences of scores, policy minus full. Each uses as many clusters as there are, drawn with
+    replacement.
 
-    A paired bootstrap of clusters: the samples of one document fail together, so documents are drawn, and the two
-    policies' samples with them (the pairs cluster bootstrap of Cameron, Gelbach and Miller, 2008). Means of n drawn
-    documents spread less than means of n new ones, by sqrt((n - 1) / n); that is made good.
+    This is a paired bootstrap of clusters: samples of one document fail together, so documents are drawn, with both
+    policies' samples (pairs cluster bootstrap of Cameron, Gelbach and Miller, 2008). Means of n drawn documents have a
+    spread that is too small by sqrt((n - 1) / n), which is corrected.
 
     Args:
         policy, full: the same samples under both, in the same order.
         clusters: each sample's document.
 
     Returns:
-        None with fewer than two documents, which say nothing about their spread.
+        None with fewer than two documents, which give no spread.
     """
     documents, owner = np.unique(np.asarray(clusters), return_inverse=True)
     count = len(documents)
@@ -66,15 +67,15 @@ def interval(deltas: Floats) -> tuple[float, float]:
 
 
 def compare(row: dict[str, Any], full: dict[str, Any] | None, seed: int) -> None:
-    """Give a row its difference to `full` with the interval, and, of answers, the share of equal ones.
+    """Add a row's difference to `full` with the interval, and the share of equal answers.
 
-    Both rows hold every sample, so this may be done again, with another interval.
+    Both rows hold every sample, so this can be repeated with another interval.
     """
     row |= dict.fromkeys(("delta", "delta_low", "delta_high"))
     if full is None:
         return
     row["delta"] = row["score"] - full["score"]
-    if row["measure"] == "score":  # forced tokens are always the same; there, steps are compared
+    if row["measure"] == "score":  # forced tokens are always equal; there, steps are compared
         row["same"] = float(np.mean([a == b for a, b in zip(row["answers"], full["answers"], strict=True)]))
     deltas = resampled_deltas(row["samples"], full["samples"], row["documents"], row["measure"], seed)
     if deltas is not None:
@@ -82,9 +83,9 @@ def compare(row: dict[str, Any], full: dict[str, Any] | None, seed: int) -> None
 
 
 class AuditSum:
-    """The audit records of one policy in one cell, added up.
+    """Sum of the audit records of one policy in one cell.
 
-    Steps of requests without a middle are left out: there is nothing to choose in them.
+    Steps without a middle are left out, because there is nothing to select.
     """
 
     def __init__(self) -> None:
@@ -104,9 +105,9 @@ class AuditSum:
         self._whole += int(records["kv_bytes"].sum())
 
     def row(self) -> dict[str, float | None]:
-        """Mean and 99th percentile of the error; fraction of the host KV read; bytes read for one generated token.
+        """Mean and 99th percentile of the error; fraction of the host KV read; bytes read per generated token.
 
-        All None where nothing was recorded.
+        All None if nothing was recorded.
         """
         if not self._records:
             return dict.fromkeys(("error_mean", "error_p99", "read_fraction", "bytes_per_token"))
@@ -120,7 +121,7 @@ class AuditSum:
 
 
 def by_policy(arrays: Iterable[NDArray[Any]], into: dict[str, AuditSum]) -> None:
-    """Add every record to the sum of its policy, where `into` has that policy."""
+    """Add every record to the sum of its policy, if `into` has that policy."""
     for array in arrays:
         for spec in np.unique(array["policy"]):
             name = next((name for name in into if name.encode()[:SPEC_BYTES] == spec), None)

@@ -1,4 +1,4 @@
-"""The tables of a result file, in Markdown: `python -m fluxion_quality.table FILE`."""
+"""Tables of a result file in Markdown: `python -m fluxion_quality.table FILE`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .plan import FULL
 
 Row = dict[str, Any]
 Key = tuple[str | None, str]
-"""Length (None: as it comes) as text, and policy."""
+"""Length as text (None: fixed lengths), and policy."""
 
 
 def markdown(data: dict[str, Any]) -> str:
-    """Scores by task, then averages over tasks, then what the columns mean."""
+    """Scores by task, then averages over tasks, then the meaning of the columns."""
     if not data["rows"]:
         return "No cell is measured yet.\n"
     model = f"model {data['model']['id']} ({data['model']['sha256'][:12]})"
@@ -29,15 +29,15 @@ def markdown(data: dict[str, Any]) -> str:
         f"dtype {data['dtype']}. {where(data)}"
     )
     rows = {(row["task"], row["length"], row["policy"]): row for row in data["rows"]}
-    for row in data["rows"]:  # intervals as they are taken now, whichever version measured
+    for row in data["rows"]:  # compute intervals anew, whichever version measured
         stats.compare(row, rows.get((row["task"], row["length"], FULL)), data["seed"])
-    # A mean over perplexities would say nothing.
+    # A mean over perplexities is meaningless.
     means = [] if all(row["measure"] == "perplexity" for row in data["rows"]) else [averages(data)]
     return "\n".join([head, "", scores(data), *means, _MEANING])
 
 
 def where(data: Mapping[str, Any]) -> str:
-    """On what, with what and when any result file was measured: a sentence of what `record.header` wrote."""
+    """Machine, versions and date of a result file: a sentence from the fields of `record.header`."""
     at, of = data["machine"], data["versions"]
     name = at["cpu"] + (f" ({at['generation']})" if at.get("generation") else "")
     cpu = f"{name}, {at['cores']} cores" + (f" ({', '.join(at['flags'])})" if at["flags"] else "")
@@ -60,10 +60,10 @@ better.
 
 
 def scores(data: dict[str, Any], intervals: bool = True) -> str:
-    """A line a task and length, a column a policy.
+    """A line per task and length, a column per policy.
 
     Args:
-        intervals: with the difference to `full` and its interval; without, scores alone.
+        intervals: whether to show the difference to `full` and its interval beside scores.
     """
     policies = _policies(data)
     cells = {(row["task"], row["length"], row["policy"]): row for row in data["rows"]}
@@ -76,7 +76,7 @@ def scores(data: dict[str, Any], intervals: bool = True) -> str:
 
 
 def averages(data: dict[str, Any]) -> str:
-    """A line a length and policy: means over the tasks that every policy here has at this length; then how many."""
+    """A line per length and policy: means over the tasks that every policy has at this length, then their number."""
     lines, counts = [], {}
     for length, policy, row in averaged(data):
         counts[length] = row["tasks"], row["documents"]
@@ -89,7 +89,7 @@ def averages(data: dict[str, Any]) -> str:
 
 
 def _counted(counts: Mapping[int | None, tuple[int, int]]) -> str:
-    """Over how many tasks and documents means are taken; by length where these differ."""
+    """Number of tasks and documents behind the means, by length if these differ."""
     said = {length: f"{tasks} tasks and {documents} documents" for length, (tasks, documents) in counts.items()}
     if len(set(said.values())) == 1:
         return f"Means over {next(iter(said.values()))}{' at each length' * (len(said) > 1)}."
@@ -105,10 +105,10 @@ _BLOCKS: Final = ("16", "32", "64", "128")
 
 
 def pareto_front(rows: Mapping[str, Row], among: Collection[str], cost: str = "bytes_per_token") -> set[str]:
-    """Of the policies `among` those that none of them beats in score or cost without losing in the other.
+    """The policies of `among` that no other one dominates: at least as good in score and cost, and better in one.
 
     Args:
-        rows: of one length, as `averaged` makes them, by policy.
+        rows: by policy, for one length, from `averaged`.
     """
 
     def beaten(one: Row, by: Row) -> bool:
@@ -119,12 +119,12 @@ def pareto_front(rows: Mapping[str, Row], among: Collection[str], cost: str = "b
 
 
 def yardstick(policy: str) -> bool:
-    """Whether the policy reads everything to decide: its bytes are no cost of serving."""
+    """Whether the policy reads everything to decide, so that its bytes are no cost of serving."""
     return policy.startswith(("oracle", "labels"))
 
 
 def pareto(data: dict[str, Any]) -> str:
-    """A line a policy, the least reads first: score and reads at every length. Without yardsticks."""
+    """A line per policy, ordered by reads: score and reads at every length. Yardsticks are left out."""
     cells = {(policy, length): row for length, policy, row in averaged(data) if row["read_fraction"] is not None}
     lengths = [length for policy, length in cells if policy == FULL]
     policies = [policy for policy in dict.fromkeys(policy for policy, _ in cells) if not yardstick(policy)]
@@ -141,14 +141,15 @@ def pareto(data: dict[str, Any]) -> str:
 
 
 def family(policy: str) -> str:
-    """What is left of a spec without the numbers that set how much it reads: "fixed:32" of "fixed:32:0.05"."""
+    """A spec without the numbers that set how much it reads: "fixed:32" for "fixed:32:0.05"."""
     return ":".join(part for part in policy.split(":") if part in _BLOCKS or not part.lstrip(".")[:1].isdigit())
 
 
 def averaged(data: dict[str, Any]) -> list[tuple[int | None, str, Row]]:
-    """(length, policy, means over tasks), the interval of the mean delta included.
+    """(length, policy, means over tasks), including the interval of the mean delta.
 
-    Over the tasks that all of the policies with rows at this length have: means over different tasks say nothing.
+    Means cover the tasks that all policies with rows at this length have; means over different tasks are not
+    comparable.
     """
     out = []
     for length in sorted({row["length"] for row in data["rows"]}, key=lambda length: length or 0):
@@ -165,7 +166,7 @@ def averaged(data: dict[str, Any]) -> list[tuple[int | None, str, Row]]:
             for name in ("score", "delta", "read_fraction", "bytes_per_token", "error_mean", "error_p99", "kl", "same"):
                 values = [row[name] for row in rows if row[name] is not None]
                 found[name] = float(np.mean(values)) if values else None
-            # Each task's documents are drawn by themselves: a seed a task, or they would all be drawn alike.
+            # Each task draws its documents with its own seed; else all tasks would draw alike.
             deltas = [
                 stats.resampled_deltas(
                     row["samples"],
@@ -201,7 +202,7 @@ def _score(row: Row | None, intervals: bool) -> str:
 
 
 def delta(row: Row) -> str:
-    """The difference to `full`, with its interval where it has one; empty where there is no `full`."""
+    """The difference to `full` with its interval, if there is one; empty without `full`."""
     if row["delta"] is None:
         return ""
     low, high = row["delta_low"], row["delta_high"]
@@ -217,13 +218,13 @@ def _length(length: int | None) -> str:
 
 
 def grid(head: Sequence[str], lines: Iterable[Sequence[str]], align: str) -> str:
-    """A Markdown table. align: l or r for each column; those beyond are to the right."""
+    """A Markdown table. align: l or r for each column; further columns are right-aligned."""
     rule = [{"l": "---", "r": "---:"}[side] for side in align.ljust(len(head), "r")]
     return "".join(f"| {' | '.join(line)} |\n" for line in [head, rule, *lines])
 
 
 def render(draw: Callable[[dict[str, Any], Path], None], words: Sequence[str]) -> None:
-    """For the commands of this module and of `plot`: `draw` every file named."""
+    """Entry point of this module and of `plot`: `draw` every file named."""
     if not words:
         sys.exit("name one or more result files of `fluxion bench quality`")
     for path in map(Path, words):

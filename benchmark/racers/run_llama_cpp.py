@@ -1,6 +1,6 @@
-"""llama.cpp by the low-level interface of llama-cpp-python: `llama_decode`, and an argmax over its logits.
+"""llama.cpp through the low-level interface of llama-cpp-python: `llama_decode`, and an argmax of its logits.
 
-Options: flash_attention, kv (f16, bf16, or q8_0 with flash attention), file (of the checkpoint's GGUF files).
+Options: flash_attention, kv (f16, bf16, or q8_0 with flash attention), file (one of the checkpoint's GGUF files).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from driver import Plan, Racer, run, timed_steps
 
 BATCH = 2048
-"""Tokens of a call during prefill."""
+"""Tokens per call during prefill."""
 KV_TYPES = {"f16": 1, "q8_0": 8, "bf16": 30}
 """ggml_type"""
 
@@ -29,7 +29,7 @@ class LlamaCpp(Racer):
         if not model:
             raise SystemExit("llama.cpp did not load the model")
         wanted = api.llama_context_default_params()
-        # A sequence has a buffer of its own: requests of unlike prompts share nothing.
+        # Each sequence has its own buffer, because the prompts share nothing.
         wanted.kv_unified = False
         wanted.n_seq_max = largest
         wanted.n_ctx = largest * -(-plan.room // 256) * 256
@@ -69,7 +69,7 @@ class LlamaCpp(Racer):
         start = time.perf_counter()
         self._take(prompts[0])
         seconds = time.perf_counter() - start
-        for sequence in range(1, len(prompts)):  # what is in a copy makes no step slower
+        for sequence in range(1, len(prompts)):  # the content of a copy does not change the speed
             api.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
             self._depths[sequence], self._next[sequence] = self._depths[0], self._next[0]
         return seconds
@@ -91,7 +91,7 @@ class LlamaCpp(Racer):
             self._depths[i] += 1
 
     def _fill(self, tokens: list[tuple[int, int, int, bool]]) -> None:
-        """Run (token, position, sequence, whether its logits are wanted)."""
+        """Decode (token, position, sequence, whether its logits are needed)."""
         batch = self._batch
         batch.n_tokens = len(tokens)
         for i, (token, position, sequence, logits) in enumerate(tokens):

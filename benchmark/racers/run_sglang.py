@@ -1,6 +1,6 @@
-"""SGLang by the runner of its own benchmark `one_batch`, without this plug-in or with it.
+"""SGLang through the runner of its own benchmark `one_batch`, with or without this plug-in.
 
-Options: flags (of the server), policies (with the plug-in: what decodes on one prefill, in turn).
+Options: flags (of the server), policies (with the plug-in: they decode in turn after one prefill).
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ class Sglang(Racer):
 
 
 class _Loaded(Exception):
-    """Carries the runner out of one_batch, which has no function of its own for loading alone."""
+    """Carries the runner out of one_batch, which has no function that only loads."""
 
 
 def loaded(one_batch: Any, flags: list[str]) -> Any:
-    """The runner of one_batch for a server's flags, in this process."""
+    """The runner of one_batch in this process, for the flags of a server."""
 
     def stop(_: str, runner: Any, *__: Any, **___: Any) -> None:
         raise _Loaded(runner)

@@ -1,4 +1,4 @@
-"""Hugging Face transformers with torch's attention (SDPA), as `generate` runs it: its cache grows at every step."""
+"""Hugging Face transformers with torch's attention (SDPA), as in `generate`: its cache grows at every step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Transformers(Racer):
         start = time.perf_counter()
         self._take(prompts[0])
         seconds = time.perf_counter() - start
-        self._cache.batch_repeat_interleave(len(prompts))  # a copy; what is in it makes no step slower
+        self._cache.batch_repeat_interleave(len(prompts))  # the content of a copy does not change the speed
         self._next = self._next.repeat(len(prompts), 1)
         return seconds
 

@@ -1,6 +1,6 @@
-"""vLLM's CPU build, its engine stepped in this process.
+"""vLLM's CPU build, with its engine stepped in this process.
 
-A prompt stays in the cache of prefixes between its prefill and its decode steps, so the two can be timed apart.
+A prompt stays in the prefix cache between prefill and decode steps, so the two can be timed separately.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from driver import Plan, Racer, run, timed_steps
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, where steps can be timed
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run the engine in this process, where steps can be timed
 
 
 class Vllm(Racer):

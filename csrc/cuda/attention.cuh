@@ -1,11 +1,11 @@
 // Attention of one group's query heads to a list of tiles, by one block of 64 threads.
 //
-// Nothing of K or V passes through shared memory: every thread loads 16 bytes at a time and uses them for all
-// heads at once. Keys: 8 threads a token, so that a warp's load is 128 consecutive bytes of each of 4 tokens.
-// Values: as many threads a token as it has 16 bytes. 64 tokens are a round: scores, softmax, values.
+// K and V bypass shared memory: every thread loads 16 bytes at a time and uses them for all heads at once.
+// Keys: 8 threads a token, so that a warp's load is 128 consecutive bytes of each of 4 tokens. Values: one
+// thread for each 16 bytes of a token. A round of 64 tokens: scores, softmax, values.
 //
-// The result does not depend on what else runs: sums have a fixed order, and how a list is cut into parts
-// (Split) follows from its length alone.
+// The result does not depend on concurrent work: sums have a fixed order, and the parts of a list (Split)
+// depend on its length alone.
 #pragma once
 
 #include "cuda/device.cuh"
@@ -16,7 +16,7 @@ inline constexpr int kAttendThreads = 64;
 inline constexpr int kRoundTiles = 4, kRoundTokens = kRoundTiles * kPage;
 inline constexpr int kMaxParts = 64;
 
-// How a list of `count` tiles is cut into parts for as many blocks.
+// How a list of `count` tiles is split into parts, one block each.
 struct Split {
   int tiles;  // of a part; the last may have fewer
   int parts;
@@ -26,7 +26,7 @@ struct Split {
     const int tiles = (rounds + kMaxParts - 1) / kMaxParts * kRoundTiles;
     return {tiles, tiles > 0 ? (count + tiles - 1) / tiles : 0};
   }
-  // Parts that no list of up to `longest` tiles exceeds.
+  // Upper bound of the parts of a list of up to `longest` tiles.
   __host__ __device__ static int most(int longest) {
     const int rounds = (longest + kRoundTiles - 1) / kRoundTiles;
     return rounds < kMaxParts ? rounds : kMaxParts;
@@ -44,15 +44,15 @@ struct AttendShared {
   };
   float scores[kG][kRoundTokens];  // then weights
   float top[kG], sum[kG];          // running maximum of the scores, sum of the weights
-  float shrink[kG];                // what earlier rounds count, under the present maximum
+  float shrink[kG];                // factor of earlier rounds under the present maximum
   const char* at[kRoundTiles];     // the round's tiles
-  uint32_t any[kRoundTiles];       // which tokens some head has; 0 behind the list's end
+  uint32_t any[kRoundTiles];       // tokens that some head has; 0 past the list's end
   uint16_t masks[kRoundTiles][kMaxGroup];
 };
 
-// x[0..kN): each of kThreads threads that differ in the last bits of their number, 8 or a warp, has kN
-// addends. Afterwards the thread with these bits `part` has, in x[0] and following, the sums of number part *
-// kN / kThreads and following.
+// Sums over kThreads threads, 8 or a warp, which differ in the last bits of their number. Each has kN addends
+// x[0..kN). Afterwards the thread whose last bits are `part` has the sums from number part * kN / kThreads on
+// in x[0] and following.
 template <int kThreads, int kN>
 __device__ __forceinline__ void scatter_sums(float (&x)[kN], int part) {
   int n = kN;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void load_queries(AttendShared<T, kG>& s, const T* q,
   }
 }
 
-// Which of a round's tokens each head has, and where their tiles are. The caller synchronizes.
+// Finds which of a round's tokens each head has, and where their tiles are. The caller synchronizes.
 template <class T, int kG, class Tiles>
 __device__ __forceinline__ void find_round(AttendShared<T, kG>& s, int G, const Tiles& tiles, int first,
                                            int count) {
@@ -105,11 +105,11 @@ __device__ __forceinline__ void find_round(AttendShared<T, kG>& s, int G, const 
   if (g == 0) s.any[i] = any, s.at[i] = any != 0 ? tiles.tile(first + i) : nullptr;
 }
 
-// The scores of a round's tokens.
+// Computes the scores of a round's tokens.
 template <class T, int kG>
 __device__ __forceinline__ void score_round(AttendShared<T, kG>& s, int D) {
   constexpr int kW = kWide<T>;
-  // Tiles whose keys are loaded before any of their sums is taken: as registers allow.
+  // Tiles whose keys are loaded before any of their sums, as registers allow.
   constexpr int kAhead = kG <= 4 ? 4 : kG == 8 ? 2 : 1;
   const int thread = threadIdx.x, vectors = D / kW, part = thread % 8, token = thread / 8;
   for (int ahead = 0; ahead < kRoundTiles; ahead += kAhead) {
@@ -148,8 +148,8 @@ __device__ __forceinline__ void score_round(AttendShared<T, kG>& s, int D) {
       for (int i = 0; i < kOwn; ++i) {
         const int number = part * 2 * kG / 8 + i, g = number % kG, t = token + number / kG * 8;
         const bool has = (s.masks[ahead + a][g] >> t & 1) != 0;
-        // Larger products are as good as the largest number. NaN stays NaN and is passed over by the
-        // maximum, and so reaches the output: fminf would make it the largest number.
+        // Larger products become the largest number. NaN stays NaN: the maximum ignores it, so it reaches the
+        // output. fminf would turn it into the largest number.
         const float dot = dots[a][i], bounded = dot > 3.402823466e+38f ? 3.402823466e+38f : dot;
         s.scores[g][(ahead + a) * kPage + t] = has ? bounded : minus_infinity();
       }
@@ -157,7 +157,7 @@ __device__ __forceinline__ void score_round(AttendShared<T, kG>& s, int D) {
   }
 }
 
-// Scores become weights under the maximum of this round and those before it, a head a warp at a time.
+// Turns scores into weights under the maximum of this and earlier rounds, a head a warp at a time.
 template <class T, int kG>
 __device__ __forceinline__ void weigh_round(AttendShared<T, kG>& s) {
   const int lane = threadIdx.x % 32;
@@ -174,7 +174,7 @@ __device__ __forceinline__ void weigh_round(AttendShared<T, kG>& s) {
   }
 }
 
-// `mine`: this thread's part of the sums of values, of the tokens of its team.
+// Adds the values of the team's tokens to `mine`, this thread's part of the sums.
 template <class T, int kG>
 __device__ __forceinline__ void add_values(const AttendShared<T, kG>& s, int vectors, int team, int teams,
                                            int vector, float (&mine)[kG][kWide<T>]) {
@@ -195,7 +195,7 @@ __device__ __forceinline__ void add_values(const AttendShared<T, kG>& s, int vec
 #pragma unroll
     for (int g = 0; g < kG; ++g) {
       const float weight = s.scores[g][t];
-      // A token that a head does not have adds nothing to it, not even what is no number.
+      // A token that a head does not have adds nothing to it, not even NaN.
       if (weight != 0.0f) {
 #pragma unroll
         for (int j = 0; j < kW; ++j) mine[g][j] = fmaf(weight, x[j], mine[g][j]);
@@ -204,11 +204,11 @@ __device__ __forceinline__ void add_values(const AttendShared<T, kG>& s, int vec
   }
 }
 
-// Tiles: const char* tile(int i): the memory of the list's tile i; uint32_t mask(int i, int g): which of its
-// tokens head g has. For i < count, g < G; each is asked once.
+// Tiles: const char* tile(int i) is the memory of the list's tile i, uint32_t mask(int i, int g) its tokens
+// that head g has. For i < count, g < G; each is called once.
 //
-// q [G][D] in any memory. Written by all threads together: o [G][D] (float32), lse [G] (base 2); of nothing 0
-// and -inf.
+// q [G][D] in any memory. All threads together write o [G][D] (float32) and lse [G] (base 2); 0 and -inf for
+// an empty list.
 template <class T, int kG, class Tiles>
 __device__ void attend_list(AttendShared<T, kG>& s, const T* q, int G, int D, float scale, const Tiles& tiles,
                             int count, float* o, float* lse) {
@@ -232,7 +232,7 @@ __device__ void attend_list(AttendShared<T, kG>& s, const T* q, int G, int D, fl
     __syncthreads();
   }
 
-  // The teams' sums, added in the order of the teams; the queries' place is free by now.
+  // Adds the teams' sums in the order of the teams; the queries' memory is free by now.
   if (team < teams) {
 #pragma unroll
     for (int g = 0; g < kG; ++g) {
@@ -250,8 +250,8 @@ __device__ void attend_list(AttendShared<T, kG>& s, const T* q, int G, int D, fl
   if (thread < G) lse[thread] = lse_of(s.top[thread], s.sum[thread]);
 }
 
-// Calls f with the number of heads to compile for, as a type: the next power of two; of float32, which is for
-// exact tests, 4 or 16.
+// Calls f with the number of heads to compile for, as a type: the next power of two. For float32, which is
+// for exact tests, 4 or 16.
 template <class T, class F>
 void with_group(int G, F f) {
   if constexpr (sizeof(T) == 4) {

@@ -1,4 +1,4 @@
-// CUDA's runtime, or what stands for it in the simulated device of the tests (test/native/emulate).
+// CUDA's runtime, or its replacement in the simulated device of the tests (test/native/emulate).
 #pragma once
 
 #if defined(FLUXION_SIMULATED)

@@ -92,7 +92,7 @@ void gather(cudaStream_t stream, const HostTiles& tiles, const int32_t* pages, i
 }
 
 void copy_in_order(cudaStream_t stream, const char* from, char* to, int64_t bytes) {
-  // Enough to fill any device, each with several loads on their way.
+  // Enough to fill any device, with several loads of each in flight.
   constexpr int64_t kMostBlocks = 1056;
   const int64_t vectors = bytes / 16, blocks = (vectors + kThreads - 1) / kThreads;
   if (blocks == 0) return;

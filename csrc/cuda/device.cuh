@@ -1,11 +1,11 @@
-// What every kernel is written with: launches, order of memory between a device and its host, wide loads,
-// sums of a warp. Compiled by nvcc for GPUs, and by the host's compiler for the simulated device.
+// Basics of every kernel: launches, memory order between a device and its host, wide loads, sums of a warp.
+// Compiled by nvcc for GPUs, and by the host's compiler for the simulated device.
 //
-// Host memory that the CPU writes while a kernel runs (the words and slots of a mailbox) is read after an
-// acquiring load of the word that says it is there, or a relaxed one and a fence, with loads of system scope
-// (load_fresh): others may give what a cache kept. Whatever the host is to read is followed by a system-wide
-// fence before the word that says so. Host memory that nobody writes while a kernel runs (tiles, lists) needs
-// neither.
+// The CPU writes some host memory while a kernel runs (the words and slots of a mailbox). It is read with
+// loads of system scope (load_fresh), because others may return stale data of a cache. Before that comes an
+// acquire load of the word that announces it, or a relaxed one and a fence. What the host is to read is
+// followed by a system-wide fence before its word. Host memory that is constant while a kernel runs (tiles,
+// lists) needs neither.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ struct BF16 {
 
 // ---- launches
 
-// shared_bytes: of what the kernel's shared<T>() gives, at most 48 KiB.
+// shared_bytes: of the kernel's shared<T>(), at most 48 KiB.
 template <class... P, class... A>
 void launch(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes,
             cudaStream_t stream, const A&... arguments) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ T& shared() {
 
 // ---- order of memory
 
-// Of the whole system: the other side may be the host.
+// With system scope: the other side may be the host.
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* word) {
   uint32_t value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
@@ -99,7 +99,7 @@ __device__ __forceinline__ float to_float(BF16 x) {
   return __uint_as_float(static_cast<uint32_t>(x.bits) << 16);
 }
 
-// To the nearest, of two equally near ones to the even; as the CPU's kernels (simd/types.h).
+// Rounds to the nearest, ties to even, like the CPU's kernels (simd/types.h).
 __device__ __forceinline__ void round_to(float x, float* out) { *out = x; }
 __device__ __forceinline__ void round_to(float x, BF16* out) {
   const uint32_t bits = __float_as_uint(x);
@@ -159,14 +159,14 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// What exponents are taken from under a maximum of `top`: of nothing but -inf weights become 0, of NaN NaN.
+// Exponents are relative to this. If all scores are -inf, weights become 0; NaN stays NaN.
 __device__ __forceinline__ float reference(float top) { return top == minus_infinity() ? 0.0f : top; }
-// The LSE, base 2, of weights that are `sum` together.
+// The base-2 LSE of weights with this sum.
 __device__ __forceinline__ float lse_of(float top, float sum) {
   return sum == 0.0f ? minus_infinity() : top + log2f(sum);
 }
 
-// weight_a * a() + weight_b * b(). What has no weight has no tokens, and is not read.
+// weight_a * a() + weight_b * b(). A side with weight 0 has no tokens and is not read.
 template <class A, class B>
 __device__ __forceinline__ float4 weigh(float weight_a, A a, float weight_b, B b) {
   float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -182,8 +182,8 @@ __device__ __forceinline__ float4 weigh(float weight_a, A a, float weight_b, B b
   return x;
 }
 
-// Two results of attention become one. Base-2 LSEs; -inf is the LSE of nothing. weight_a, weight_b: what the
-// outputs count, together 1 (0 and 0 if both are nothing).
+// Merges two results of attention: returns the merged LSE. LSEs are base 2; -inf: no tokens. weight_a,
+// weight_b: of the outputs, together 1 (0 and 0 if neither has tokens).
 __device__ __forceinline__ float merge_weights(float a, float b, float* weight_a, float* weight_b) {
   const float top = fmaxf(a, b);  // of a NaN and a number, the number
   if (a == minus_infinity() && b == minus_infinity()) {

@@ -26,7 +26,7 @@ void enter_device() {
 
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // what can be forgotten is forgotten: the next call's error is its own
+  cudaGetLastError();  // clears the error, if possible, so that the next call reports its own
   const char* where = kSimulated ? "the simulated device" : "CUDA";
   std::string remedy;
   if (error == cudaErrorMemoryAllocation) {

@@ -1,5 +1,5 @@
-// What the files of a device library's C ABI share (device/library.py says what each function does): failures
-// of the device's runtime as Python exceptions, and checks of arguments. Kernels take theirs as right.
+// Shared by the files of a device library's C ABI (device/library.py documents each function): failures of
+// the device's runtime as Python exceptions, and checks of arguments. Kernels do not check theirs.
 #pragma once
 
 #include <cstdint>

@@ -7,7 +7,7 @@
 namespace fluxion::device {
 namespace {
 
-// Raised by one whenever a function's signature changes; library.py compares it.
+// Incremented whenever a function's signature changes; library.py compares it.
 constexpr int64_t kAbiVersion = 6;
 
 class GraphObj : public ffi::Object {
@@ -111,7 +111,7 @@ void stream_synchronize(int64_t stream) {
   guard([&] { check(cudaStreamSynchronize(stream_of(stream)), "waiting for a stream"); });
 }
 
-// It ends whether or not what was launched on it failed.
+// Destroys the stream, whether or not its work failed.
 void stream_destroy(int64_t stream) {
   guard([&] {
     const cudaError_t waited = cudaStreamSynchronize(stream_of(stream));

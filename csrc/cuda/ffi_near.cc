@@ -45,7 +45,7 @@ void near_step(NearRef near, PortRef port, int64_t stream, bool ranks, TensorVie
   expect(table, "table", kInt32, {batch, -1}, 1);
   expect(blk, "blk", kInt32, {batch}, 1);
   expect(budget, "budget", kFloat32, {batch}, 1);
-  // What lies behind a request's pages may be cut off.
+  // Only the columns that requests use are needed.
   const int32_t* n = data<int32_t>(lengths);
   int64_t columns = 0;
   for (int64_t b = 0; b < batch; ++b)
@@ -84,7 +84,7 @@ void near_attend_layer(NearRef near, PortRef port_ref, int64_t stream, double sc
   });
 }
 
-// The pool that the near middle is of.
+// The pool that the near middle belongs to.
 HostTiles pool_tiles(const NearRef& near, const PortRef& port, const TensorView& t) {
   const HostTiles tiles = host_tiles_of(t);
   const MailboxShape& s = port->port->view().shape;
@@ -124,7 +124,7 @@ void near_write_chunk(NearRef near, PortRef port, int64_t stream, int64_t layer,
   });
 }
 
-// Anew from the host pool, which nobody writes meanwhile: all metadata of a layer, and no copies of any.
+// Copies a layer's metadata from the host pool, which is not written meanwhile. Layer 0 drops all copies.
 void near_renew(NearRef near, PortRef port, int64_t stream, int64_t layer, TensorView tiles,
                 TensorView entries) {
   const NearView& v = near->near->view();

@@ -21,14 +21,14 @@ class PortRef : public ffi::ObjectRef {
   TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(PortRef, ffi::ObjectRef, PortObj);
 };
 
-// [N][heads][D] on the device with N at least the step's requests; returns where.
+// [N][heads][D] on the device, with N at least the step's requests. Returns its address and stride.
 inline Rows rows_of(const Port& port, const TensorView& t, const char* name, int64_t rows, int64_t heads) {
   const MailboxShape& s = port.view().shape;
   expect_device(t, name, kv_type(s.element), {rows, heads, s.head_dim}, 2);
   return {data<char>(t), t.size(0) > 0 ? t.stride(0) * s.element : 0};
 }
 
-// The rows of a layer's tensors: as many as the port may have requests, and no fewer than the step has.
+// The number of rows of a layer's tensors: at least the step's requests, at most the port's maximum.
 inline int rows_in(const Port& port, const TensorView& q) {
   const int64_t rows = q.ndim() > 0 ? q.size(0) : 0;
   return narrow(rows, port.batch(), port.view().shape.max_requests, "The number of rows");

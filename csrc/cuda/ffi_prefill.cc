@@ -93,7 +93,7 @@ void merge_results(int64_t stream, TensorView o_a, TensorView lse_a, TensorView 
   });
 }
 
-// For measurements of the link.
+// Measures the link.
 void copy_in_order_of(int64_t stream, TensorView source, TensorView to) {
   expect_pinned(source, "source", kBytes, {-1}, 1);
   expect_device(to, "to", kBytes, {source.size(0)}, 1);

@@ -1,5 +1,5 @@
 // The launches. All are asynchronous, in the order of their stream, and throw Failure when the device's
-// runtime refuses. Arguments are taken as right: whoever calls has checked them.
+// runtime refuses. The caller has checked the arguments.
 #pragma once
 
 #include <cstdint>
@@ -71,20 +71,19 @@ struct HostLayer {
   double* moments;  // [kv_heads][pages][2 D + 8]
 };
 
-// A page that a chunk writes: its tokens [first, stop), which are those from `token` of the chunk's keys and
-// values.
+// A page that a chunk writes: its tokens [first, stop), from token `token` of the chunk's keys and values.
 struct ChunkPage {
   int32_t page, first, stop, token;
 };
 
 void write_pages(cudaStream_t stream, const HostLayer& layer, const ChunkPage* chunk, int count,
                  const KeysValues& fresh);
-// Both results have one base, and so has lse. o: numbers of o_element bytes; where that is a's, o and lse may
-// be a's.
+// Both results and lse have one base. o: numbers of o_element bytes; if that is a's element size, o and lse
+// may be a's.
 void merge(cudaStream_t stream, int64_t heads, int head_dim, Result a, Result b, char* o, int o_element,
            float* lse);
 
-// Consecutive bytes, a multiple of 16: what the link gives a kernel at best.
+// Copies consecutive bytes, a multiple of 16: the best throughput of the link for a kernel.
 void copy_in_order(cudaStream_t stream, const char* from, char* to, int64_t bytes);
 
 }  // namespace fluxion::device

@@ -1,4 +1,4 @@
-// Attention to two sets of tokens becomes attention to both: merge.
+// Merges attention to two sets of tokens: merge.
 #include "cuda/device.cuh"
 #include "cuda/kernels.h"
 
@@ -16,7 +16,7 @@ struct MergeArgs {
   float* lse;
 };
 
-// A warp a head. What an LSE of -inf belongs to is not read.
+// A warp a head. A side with an LSE of -inf is not read.
 template <class A, class B, class O>
 __global__ void __launch_bounds__(kThreads) merge_kernel(MergeArgs m) {
   const int64_t i = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;

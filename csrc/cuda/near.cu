@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kHeader = 2, kStepThreads = 128;
 
-// Grid: requests, at least one. Where the host left the step: [batch, columns][blk][wanted][table rows].
+// Grid: requests, at least one. staged, by the host: [batch, columns][blk][wanted][table rows].
 __global__ void __launch_bounds__(kStepThreads)
     step_kernel(NearView near, const int32_t* staged, int requests, int max_requests) {
   const int b = blockIdx.x, columns = staged[1];

@@ -7,10 +7,10 @@ namespace fluxion::device {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-// Tiles of a head that a layer of a step copies over the link, at most: so many cross it in about the time
-// that the CPU takes for what is far.
+// Maximum tiles of a head that a layer of a step copies over the link: these cross it in about the time that
+// the CPU takes for the far tiles.
 constexpr int kMostKept = 32;
-// Slots that are looked at for one batch of pages, at most.
+// Maximum slots that are inspected for one batch of pages.
 constexpr int kMostLooked = 1024;
 
 struct KeepArgs {
@@ -25,14 +25,14 @@ struct KeepArgs {
 
 struct KeepShared {
   int32_t free[32];
-  // Of the batch at hand: physical page, slot or -1, and the request whose window has it.
+  // The present batch: physical page, slot or -1, and the request whose window has it.
   int32_t page[32], slot[32], from[32];
   int32_t count, kept;
 };
 
-// Slots for the pages of a warp's lanes (-1: none), all different, of one head: -1 where none is free among
-// the next kMostLooked. Every slot is looked at once at most. read: the pages are being read, and so no less
-// wanted than what was read lately.
+// Finds different slots of one head for the pages of a warp's lanes (-1: no page); -1 if none is free among
+// the next kMostLooked. Inspects every slot at most once. read: the pages are being read, so they count as
+// recently used.
 __device__ int find_slot(const KeepArgs& a, int h, int page, bool read, KeepShared& s) {
   const NearView& near = a.near;
   const int lane = threadIdx.x % 32, slots = near.shape.slots;
@@ -42,7 +42,7 @@ __device__ int find_slot(const KeepArgs& a, int h, int page, bool read, KeepShar
   int slot = page >= 0 ? near.slot_of[near.tile(a.layer, h, page)] : -1;
   bool needs = page >= 0 && slot < 0;
   int hand = static_cast<int>(near.hand[h]);
-  // A copy that is there already is not to make room for another lane's.
+  // An existing copy must not make room for another lane's.
   if (slot >= 0) used[slot] = 1;
   __syncwarp();
   const int most = slots < kMostLooked ? slots : kMostLooked;
@@ -55,7 +55,7 @@ __device__ int find_slot(const KeepArgs& a, int h, int page, bool read, KeepShar
     const uint32_t frees = __ballot_sync(kWholeWarp, free);
     const int rank = __popc(frees & below), want = __popc(wanting), found = __popc(frees);
     if (free) s.free[rank] = at;
-    // The hand stops behind the last slot that is taken.
+    // The hand stops after the last slot that is taken.
     const uint32_t last = __ballot_sync(kWholeWarp, free && rank == want - 1);
     const int passed = last != 0 ? __popc(last - 1) + 1 : width;
     if (lane < passed && !free) used[at] = 0;
@@ -101,8 +101,8 @@ __device__ void describe(const char* tile, int D, T* entry) {
   }
 }
 
-// The block has the pages of a batch and where each comes from: a window, or the host pool. Metadata of all,
-// where it is new; copies of those that find a slot. A page of -1 is none.
+// The block has the pages of a batch and the source of each: a window, or the host pool. Writes metadata of
+// all, if it is new, and copies of those that find a slot. Page -1 means none.
 template <class T>
 __device__ void keep_batch(const KeepArgs& a, int h, KeepShared& s, bool described, bool read) {
   const NearView& near = a.near;
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads) keep_kernel(KeepArgs a) {
     if (s.count > 0) keep_batch<T>(a, h, s, true, false);
     __syncthreads();
   }
-  // What was far: some of it, of every request in turn, from another request and place in every layer.
+  // Copies some far tiles, of one request after another, from a different request and place in every layer.
   const int batch = near.step->batch < state.batch ? near.step->batch : state.batch;
   if (threadIdx.x == 0) s.kept = 0;
   __syncthreads();

@@ -37,7 +37,7 @@ struct Middle {
   }
 };
 
-// Whether somebody is to rank request b now.
+// Whether request b is to be ranked now.
 __device__ bool ranked(const RankArgs& a, int b) {
   return a.port.state->late == 0 && b < a.near.step->batch && b < a.port.state->batch;
 }
@@ -55,7 +55,7 @@ constexpr int kScoreThreads = 128, kScoreWarps = kScoreThreads / 32;
 // more than 32 vectors is read in several passes.
 template <class T>
 inline constexpr int kPasses = 2 * kMaxHeadDim / kWide<T> / 32;
-// Blocks that a warp has under way: as registers allow, and no more sums than lanes.
+// Blocks in flight for each warp, as registers allow; no more sums than lanes.
 template <int kG>
 inline constexpr int kBlocksAhead = kG <= 4 ? 4 : 16 / kG;
 
@@ -65,7 +65,7 @@ struct ScoreShared {
   float4 weights[kG][kWide<T> / 4][2 * kMaxHeadDim / kWide<T>];
 };
 
-// Grid: parts, KV heads, requests. The weights are those of kernels/score.h; sums have an order of their own.
+// Grid: parts, KV heads, requests. The weights are those of kernels/score.h; the order of sums differs.
 template <class T, int kG>
 __global__ void __launch_bounds__(kScoreThreads) score_kernel(RankArgs a) {
   const int h = blockIdx.y, b = blockIdx.z;
@@ -147,7 +147,7 @@ __device__ __forceinline__ float float_of_key(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// Of n scores the chosen: every one >= limit, and the first `ties` of those that equal `tied`
+// The chosen of n scores: every one >= limit, and the first `ties` of those that equal `tied`
 // (kernels/select.h).
 struct Threshold {
   float limit, tied;
@@ -185,7 +185,7 @@ __device__ Threshold find_threshold(const float* scores, int n, int k) {
   return {float_of_key(order_key(tied) + 1), tied, k - above};
 }
 
-// bits[i / 32]: the blocks that a head reads, by a warp.
+// By a warp: bits[i / 32] of the blocks that a head reads.
 __device__ void choose(const float* scores, int n, int wanted, bool everything, uint32_t* bits) {
   const int lane = threadIdx.x % 32;
   Threshold t{minus_infinity(), 0.0f, 0};
@@ -215,7 +215,7 @@ struct ListShared {
   int near[kListWarps], far[kListWarps];
 };
 
-// Grid: KV heads, rows. Every head chooses, a warp each; then the group's pages are listed in their order.
+// Grid: KV heads, rows. Every head chooses, a warp each; then the group's pages are listed in order.
 template <class T>
 __global__ void __launch_bounds__(kListThreads) list_kernel(RankArgs a) {
   auto& s = shared<ListShared>();
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kListThreads) list_kernel(RankArgs a) {
     const int32_t* table = near.table + int64_t{b} * near.shape.max_pages;
     const int32_t* slot_of = near.slot_of + near.tile(a.layer, h, 0);
     const int64_t place = int64_t{group} * near.shape.max_pages;
-    // The layer that is published next.
+    // For the layer that is published next.
     char* far = near.lists;
     const FarLists lists = far_slot(near.far, a.port.state->sequence + 1);
     auto* far_pages = reinterpret_cast<int32_t*>(far + lists.pages) + place;
@@ -300,7 +300,7 @@ template <class T>
 void rank_of(cudaStream_t stream, const RankArgs& args) {
   const MailboxShape& s = args.port.shape;
   const unsigned heads = static_cast<unsigned>(s.kv_heads), rows = static_cast<unsigned>(args.rows);
-  // A warp has eight blocks of the longest request, or more.
+  // At least eight blocks of the longest request for each warp.
   constexpr unsigned kEach = 8 * kScoreWarps;
   const unsigned most = (static_cast<unsigned>(args.near.shape.max_pages) + kEach - 1) / kEach;
   const dim3 grid(most < kMostScoreParts ? most : kMostScoreParts, heads, rows);

@@ -1,6 +1,6 @@
-// A chunk goes to the host pool: write_pages. Of a page that it fills, metadata and own moments are what
-// HostPool::describe_page would write, bit for bit: the expressions and the order of additions are those of
-// kernels/metadata.h. Sketches are the host's.
+// Writes a chunk to the host pool: write_pages. For pages that it fills, metadata and own moments are bit for
+// bit those of HostPool::describe_page: the expressions and the order of additions are those of
+// kernels/metadata.h. The host makes the sketches.
 #include "cuda/device.cuh"
 #include "cuda/kernels.h"
 
@@ -24,7 +24,7 @@ struct WriteShared {
   uint4 tile[1];  // goes on
 };
 
-// The chunk's tokens go to the tile; a page that is full by them is also in shared memory then, with the
+// Writes the chunk's tokens to the tile. A page that they fill is also copied to shared memory, with the
 // tokens that the host had.
 __device__ __forceinline__ void write_tile(const WriteArgs& a, const ChunkPage& at, char* tile, uint4* copy) {
   const int vectors = a.layer.tiles.head_dim * a.layer.tiles.element / 16;

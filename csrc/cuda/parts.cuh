@@ -7,8 +7,8 @@ namespace fluxion::device {
 
 inline constexpr int kMergeThreads = 64;  // of a block that merges
 
-// One head's parts become one, in their order. By a block of kMergeThreads. o, lse (base 2): of the first
-// part; the next ones lie G heads further. lse_to: natural. Of no parts: 0 and -inf.
+// Merges one head's parts in order, by a block of kMergeThreads. o, lse (base 2): of the first part; each
+// next one lies G heads further. lse_to: natural. Without parts: 0 and -inf.
 __device__ __forceinline__ void merge_parts(const float* o, const float* lse, int parts, int G, int D,
                                             float* to, float* lse_to) {
   float top = minus_infinity();
@@ -18,7 +18,7 @@ __device__ __forceinline__ void merge_parts(const float* o, const float* lse, in
   for (int p = 0; p < parts; ++p) total += exp2f(lse[int64_t{p} * G] - base);
   for (int d = threadIdx.x; d < D; d += kMergeThreads) {
     float sum = 0.0f;
-    // Loads of several parts at once; what a part without tokens has left in its place counts nothing.
+    // Loads several parts at once. A part without tokens has weight 0, and its stale output is not used.
 #pragma unroll 8
     for (int p = 0; p < parts; ++p) {
       const float weight = exp2f(lse[int64_t{p} * G] - base), x = o[int64_t{p} * G * D + d];

@@ -8,7 +8,7 @@ namespace fluxion::device {
 
 namespace {
 
-// The step's requests from where the host left them. One block.
+// Takes the step's requests from where the host left them. One block.
 __global__ void __launch_bounds__(128) step_kernel(PortView port, const int32_t* staged) {
   const int max = port.shape.max_requests, batch = staged[0];
   for (int i = threadIdx.x; i < batch; i += 128) {

@@ -1,4 +1,4 @@
-// The device side of a mailbox: what a step is about, in device memory, and where a stream's kernels are.
+// The device side of a mailbox: the step in device memory, and the progress of a stream's kernels.
 #pragma once
 
 #include <cstdint>
@@ -27,14 +27,14 @@ struct Placement {
   }
 };
 
-// In device memory. Written by kernels of the port's stream only.
+// In device memory. Only kernels of the port's stream write it.
 struct PortState {
   uint32_t sequence;   // of the last publish
-  uint32_t late;       // what the device wrote into the word kLate: looking there would cross the link
+  uint32_t late;       // value of the word kLate: reading the word itself would cross the link
   uint32_t published;  // blocks of the running publish that are done
   uint32_t observed;   // groups of the running resident or observe whose parts are written
   int32_t batch;       // requests of the step
-  // What the block that looks at the host's words found last: look_of(sequence, taken).
+  // Last result of the block that polls the host's words: look_of(sequence, taken).
   uint32_t looked;
 };
 
@@ -77,7 +77,7 @@ class Port {
   // Requests of the last step.
   int batch() const { return batch_; }
 
-  // Rows of the windows that kernels of this port were launched with; the fewest. INT32_MAX: none yet.
+  // The fewest rows of windows in this port's kernel launches. INT32_MAX: none yet.
   int bound_rows() const { return bound_rows_; }
   void bind_rows(int rows) { bound_rows_ = rows < bound_rows_ ? rows : bound_rows_; }
 

@@ -1,4 +1,4 @@
-// A layer goes to the CPU: publish.
+// Hands a layer to the CPU: publish.
 #include "cuda/device.cuh"
 #include "cuda/kernels.h"
 #include "cuda/words.cuh"
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) publish_kernel(PublishArgs a) {
 void publish(Port& port, cudaStream_t stream, int layer, int rows, Rows q, Rows k, Rows v,
              WindowTiles windows) {
   const PublishArgs args{port.view(), q, k, v, windows, layer};
-  // A step of no requests is published, too: the CPU counts layers.
+  // A step without requests is published, too: the CPU counts layers.
   launch("the launch of publish", publish_kernel, dim3(static_cast<unsigned>(rows > 0 ? rows : 1)),
          dim3(kThreads), 0, stream, args);
 }

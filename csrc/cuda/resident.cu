@@ -39,7 +39,7 @@ struct ResidentTiles {
   }
 };
 
-// `n` results in `o` [n][stride] and `lse` [n][G] (base 2) of one head as one, by a warp.
+// Merges `n` results in `o` [n][stride] and `lse` [n][G] (base 2) of one head, by a warp.
 struct Merged {
   const float* o;
   const float* lse;
@@ -70,7 +70,7 @@ struct Merged {
 
 __device__ float squares(float4 x) { return fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, x.w * x.w))); }
 
-// One head from its sinks and its window, by a warp: o [D] and lse (natural), and its parts if not nullptr.
+// Merges one head's sinks and window, by a warp: o [D], lse (natural), and parts if not nullptr.
 template <class Sinks, class Local>
 __device__ void join(const Sinks& sinks, const Local& local, int D, float* o, float* lse, float* parts) {
   const int lane = threadIdx.x % 32;
@@ -79,7 +79,7 @@ __device__ void join(const Sinks& sinks, const Local& local, int D, float* o, fl
   const float whole = merge_weights(lse_sink, lse_local, &w_sink, &w_local);
   float sink_square = 0.0f, local_square = 0.0f, square = 0.0f;
   for (int v = lane; v < D / 4; v += 32) {
-    // What has no tokens counts nothing, whatever is in its place.
+    // A side without tokens has weight 0, whatever its memory holds.
     const float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const float4 a = lse_sink == minus_infinity() ? none : sinks.four(v);
     const float4 b = lse_local == minus_infinity() ? none : local.four(v);
@@ -104,7 +104,7 @@ __device__ void join(const Sinks& sinks, const Local& local, int D, float* o, fl
   }
 }
 
-// By every block that has written parts, once; the last of `blocks` says that they are there.
+// Called once by every block that has written parts; the last of `blocks` announces them.
 __device__ void observed(const PortView& port, uint32_t blocks) {
   __threadfence_system();
   __syncthreads();
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kAttendThreads) resident_kernel(ResidentArgs a
   if (want_parts) observed(port, gridDim.y * gridDim.z);
 }
 
-// A result of another kernel as `join` reads it.
+// A result of another kernel, in the form that `join` reads.
 template <class T>
 struct Given {
   const T* o;
@@ -186,8 +186,7 @@ struct Given {
   __device__ float4 four(int v) const { return load_four(o + 4 * v); }
 };
 
-// The LSE, base 2, of a result that is given. Of nothing FlashInfer says -inf; in versions before 0.7 about
-// -50,000.
+// The base-2 LSE of a given result. FlashInfer gives -inf for no tokens; before version 0.7, about -50,000.
 __device__ __forceinline__ float given_lse(float lse, bool base2) {
   if (!base2) return lse * kLog2e;
   return lse < -49000.0f ? minus_infinity() : lse;

@@ -1,4 +1,4 @@
-// The CPU's part of a layer comes back: take.
+// Merges the CPU's part of a layer: take.
 #include "cuda/device.cuh"
 #include "cuda/kernels.h"
 #include "cuda/words.cuh"
@@ -15,19 +15,19 @@ struct TakeArgs {
 };
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
-// All of them are on the device at the same time: the others wait for the first.
+// All of them are on the device at the same time, because the others wait for the first.
 constexpr int kMostBlocks = 48;
 
 struct TakeShared {
   bool taken;
 };
 
-// The one thread whose looks cross the link: whether the answer is there, rather than given up.
+// Only this thread's polls cross the link. Returns whether the answer is there; false: gave up.
 __device__ bool wait_for_host(const PortView& port, uint32_t sequence) {
   PollingWords words{{port}};
   const MailboxSlot slot = mailbox_slot(port.shape, sequence);
   auto* taken_at = reinterpret_cast<uint64_t*>(port.arena + slot.taken_at);
-  // Where the device has given up, slots are the CPU's.
+  // If the device has given up, the slots are the CPU's.
   const bool stamps = !gave_up(words);
   const uint64_t start = nanoseconds();
   if (stamps) taken_at[0] = start;
@@ -35,22 +35,22 @@ __device__ bool wait_for_host(const PortView& port, uint32_t sequence) {
   while ((look = look_for_answer(words, sequence, nanoseconds() - start > port.timeout_ns)) == Take::kWait) {
     pause();
   }
-  words.fence();  // what follows reads what the host wrote before its answer
+  words.fence();  // the following reads see what the host wrote before its answer
   const bool taken = look == Take::kTaken;
   const uint64_t end = nanoseconds();
   store_release(&port.state->looked, look_of(sequence, taken));
-  if (stamps && taken) taken_at[1] = end;  // after it, for the release would wait for this to cross the link
+  if (stamps && taken) taken_at[1] = end;  // after the release, which would wait for this to cross the link
   return taken;
 }
 
-// The others: what the first block found.
+// The other blocks wait for the result of the first.
 __device__ bool wait_for_first(const PortView& port, uint32_t sequence) {
   uint32_t found;
   while (!is_look_of(found = load_acquire(&port.state->looked), sequence)) pause();
   return found_answer(found);
 }
 
-// A warp a head. O: of this device's own result; T: KV.
+// A warp a head. O: type of this device's own result; T: KV dtype.
 template <class O, class T>
 __global__ void __launch_bounds__(kThreads) take_kernel(TakeArgs a) {
   auto& s = shared<TakeShared>();

@@ -1,4 +1,4 @@
-// The device's access to a mailbox's words, for the moves of device/protocol.h.
+// The device's access to a mailbox's words, for the operations of device/protocol.h.
 #pragma once
 
 #include "cuda/device.cuh"
@@ -16,15 +16,15 @@ struct DeviceWords {
   __device__ void store(MailboxWord word, uint32_t value) {
     store_release(port.word(word), value);
     if (word != kLate) return;
-    // Whoever gives up because of the copy must find the host's word written.
+    // A thread that gives up because of the copy must find the host's word written.
     fence();
     store_release(&port.state->late, value);
   }
   __device__ void fence() { __threadfence_system(); }
 };
 
-// The same for whoever looks again and again: a look orders nothing. A fence has to stand between the last
-// look and what is read because of it.
+// The same for polling: a load orders nothing. A fence must come between the last poll and the reads that
+// depend on it.
 struct PollingWords : DeviceWords {
   __device__ uint32_t load(MailboxWord word) const {
     return load_relaxed(word == kLate ? &port.state->late : port.word(word));

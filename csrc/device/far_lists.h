@@ -1,8 +1,8 @@
-// What a device that ranks blocks itself (cuda/near.h) leaves to the CPU: the chosen tiles of which it has no
-// copy. Plain offsets, for every compiler that sees them.
+// Lists that a device which ranks blocks itself (cuda/near.h) leaves to the CPU: chosen tiles of which it has
+// no copy. Plain offsets, for every compiler that sees them.
 //
-// Pinned memory beside a mailbox, with its rules: the lists of a layer lie in slot `sequence % 2`, the device
-// writes them before it publishes the layer, and the CPU reads them until it answers.
+// Pinned memory beside a mailbox, with the same rules. The lists of a layer lie in slot `sequence % 2`. The
+// device writes them before it publishes the layer, and the CPU reads them until it answers.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct FarShape {
 
 // Byte offsets from the arena's start. The list of request b and KV head h is number b * kv_heads + h.
 struct FarLists {
-  int64_t counts;  // [lists] int32: pages of each
+  int64_t counts;  // [lists] int32: number of pages
   int64_t pages;   // [lists][max_pages] int32: physical pages
   int64_t heads;   // [lists][max_pages] uint16: the group's heads that read the page
 };

@@ -1,4 +1,4 @@
-// Tasks whose tiles a device has chosen: those of which it has no copy.
+// Tasks over tiles that a device has chosen but has no copy of.
 #pragma once
 
 #include <memory>
@@ -10,9 +10,9 @@ namespace fluxion {
 
 class FarTiles : public TaskKind {
  public:
-  static constexpr int kBlk = -2;  // of its groups
+  static constexpr int kBlk = -2;  // blk of its groups
 
-  // arena: of far_bytes(shape); memory keeps it alive. Of the layers whose sequence number has this parity.
+  // arena: far_bytes(shape) bytes, which memory keeps alive. parity: of its layers' sequence numbers.
   FarTiles(const char* arena, const FarShape& shape, int parity, std::shared_ptr<const void> memory);
 
   void check_shape(const LayerPlan& plan) const override;

@@ -25,7 +25,7 @@ class MailboxRef : public ffi::ObjectRef {
   TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(MailboxRef, ffi::ObjectRef, MailboxObj);
 };
 
-// The arena lives as long as a tensor over it.
+// The arena, which a tensor over it keeps alive.
 struct ArenaOwner {
   std::shared_ptr<Mailbox> mailbox;
   void AllocData(DLTensor* t) { t->data = mailbox->arena(); }
@@ -76,7 +76,7 @@ bool mailbox_finish(MailboxRef ref, EngineRef engine, int64_t sequence, int64_t 
   return ref->mailbox->answer(static_cast<uint32_t>(sequence), planned_ns);
 }
 
-// out: [n, 8], LayerTimes; returns how many there are.
+// out: [n, 8], LayerTimes. Returns how many there are.
 int64_t mailbox_times(MailboxRef ref, TensorView out) {
   static_assert(sizeof(LayerTimes) == 8 * sizeof(int64_t));
   expect(out, "out", kInt64, {-1, 8}, 2);

@@ -1,8 +1,8 @@
-// The mailbox: memory that the device and the CPU hand a decode layer's work to and fro in. Plain offsets
+// The mailbox: memory through which the device and the CPU exchange the work of a decode layer. Plain offsets
 // and words, for every compiler that sees it.
 //
-// One arena of host memory, pinned and mapped where there is a GPU. A layer of a step has a sequence number,
-// counted by the device from 1 and never reused until a reset; its data lie in slot `sequence % 2`.
+// One arena of host memory, pinned and mapped if there is a GPU. A layer of a step has a sequence number,
+// counted by the device from 1 and not reused before a reset. Its data lie in slot `sequence % 2`.
 //
 //   device, in stream order                      CPU
 //   publish: q, k, v into the slot, then
@@ -13,18 +13,18 @@
 //   take:    waits for answered >= sequence <-   o, lse of the middle into the slot, then answered = sequence
 //            merges o, lse with its own
 //
-// Sequence numbers are compared as (int32_t)(a - b), so they may wrap. Every word has a cache line of its own
-// and one writer.
+// Sequence numbers are compared as (int32_t)(a - b), so they may wrap. Every word has its own cache line and
+// one writer.
 //
-// Times. Publish notes the device's clock when q, k and v are out, the first block of take when it begins to
-// wait and when it has found the answer; what it waited is what the device stood idle. The host reads those
-// of a layer once the next one is published, or the stream is done, and before it answers that next one. A
-// take that gave up has no end.
+// Times. Publish records the device's clock when q, k and v are out. The first block of take records when it
+// begins to wait and when it finds the answer; in between the device is idle. The host reads a layer's times
+// after the next layer is published, or the stream is done, and before it answers that next layer. A take
+// that gave up has no end time.
 //
-// Failure. The CPU that cannot compute a layer answers it with lse = -inf and failed = sequence. A device
-// that waited too long sets late = sequence; from then on publish and resident write nothing and take waits
-// for nothing, so that the CPU, which may still be at the layer, has its slots to itself. `cancel`, set by
-// the host, makes take give up in the same way. Either lasts until the reset of a mailbox that nobody uses.
+// Failure. A CPU that cannot compute a layer answers it with lse = -inf and failed = sequence. A device that
+// waited too long sets late = sequence. From then on publish and resident write nothing and take does not
+// wait. So the CPU, which may still be at the layer, has the slots to itself. `cancel`, set by the host,
+// makes take give up in the same way. Both last until a reset, when neither side uses the mailbox.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ namespace fluxion {
 inline constexpr int64_t kWordBytes = 128;
 inline constexpr int kMailboxSlots = 2;
 
-// The word of each number is at kWordBytes * its value from the arena's start.
+// Word w is at kWordBytes * w from the arena's start.
 enum MailboxWord : int {
   kPublished,  // device
   kObserved,   // device
@@ -42,7 +42,7 @@ enum MailboxWord : int {
   kAnswered,   // host
   kFailed,     // host: 0, or the last sequence number that failed
   kCancel,     // host
-  kBatch,      // device, at a step's start: its requests; rows behind them are padding of a graph
+  kBatch,      // device, at a step's start: its requests; further rows are a graph's padding
   kMailboxWords = 16
 };
 
@@ -64,7 +64,7 @@ struct MailboxSlot {
   int64_t layer;  // int32
   // uint64, nanoseconds of the device's clock.
   int64_t published_at;  // [1]
-  int64_t taken_at;      // [2]: take began to wait, and found the answer; 0: it has not yet
+  int64_t taken_at;      // [2]: when take began to wait, and found the answer; 0: not yet
 };
 
 inline constexpr int kMailboxParts = 5;

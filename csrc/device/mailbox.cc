@@ -18,7 +18,7 @@
 namespace fluxion {
 namespace {
 
-// A layer's other work (projections, MLP) takes a device 50 to 500 us: less than that is worth a core.
+// Other work of a layer (projections, MLP) takes a device 50 to 500 us; shorter waits are worth a core.
 constexpr int64_t kSpinNs = 100'000;
 constexpr int64_t kYieldNs = 2'000'000;
 constexpr long kSleepNs = 20'000;
@@ -111,7 +111,7 @@ void Mailbox::settled() {
       arena() + mailbox_slot(shape_, static_cast<uint32_t>(open_.sequence)).taken_at);
   open_.wait_begin = taken_at[0];
   open_.wait_end = taken_at[1];
-  // A device that notes nothing, or gave up here.
+  // Not if the device records nothing, or gave up here.
   if (open_.wait_end != 0 && times_.size() < kTimes) times_.push_back(open_);
   open_ = {};
 }

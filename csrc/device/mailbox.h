@@ -25,7 +25,7 @@ class ArenaMemory {
 };
 using HostWords = AtomicWords<ArenaMemory>;
 
-// When a layer was where, in nanoseconds of two clocks.
+// Time stamps of a layer, in nanoseconds of two clocks.
 struct LayerTimes {
   int64_t sequence, layer;
   int64_t published, wait_begin, wait_end;  // the device's: q, k, v were out; take waited, and had the answer
@@ -33,34 +33,34 @@ struct LayerTimes {
                                     // no plan, nothing to say
 };
 
-// Owns the arena. Of the functions any thread may call cancel() and load(); the others belong to the thread
-// that serves the layers, but for what makes the mailbox anew.
+// Owns the arena. Any thread may call cancel() and load(). The other functions, except reset(), belong to the
+// thread that serves the layers.
 class Mailbox {
  public:
-  // Throws std::invalid_argument for a shape that cannot be.
+  // Throws std::invalid_argument for an invalid shape.
   explicit Mailbox(const MailboxShape& shape);
 
   const MailboxShape& shape() const { return shape_; }
   char* arena() const { return arena_.get(); }
-  // Whole pages from a page's start, to be registered with a device.
+  // Whole pages, page-aligned, to be registered with a device.
   int64_t bytes() const { return bytes_; }
 
-  // word: kPublished or kObserved. Looks without a pause at first, then gives its core away, then sleeps.
-  // Sequence numbers are waited for in their order.
+  // word: kPublished or kObserved. Polls without a pause at first, then yields the core, then sleeps.
+  // Sequence numbers must be waited for in order.
   Wait wait(MailboxWord word, uint32_t sequence, int64_t timeout_ns);
-  // False: the device has given up. planned_ns: when the layer was planned; 0: it was not.
+  // Returns false if the device has given up. planned_ns: when the layer was planned; 0: never.
   bool answer(uint32_t sequence, int64_t planned_ns = 0);
-  // The same with nothing for every request: lse is -inf.
+  // Answers a layer that could not be computed: lse is -inf for every request.
   bool fail(uint32_t sequence);
-  // Ends every wait of either side, until reset().
+  // Ends every wait of both sides, until reset().
   void cancel();
   void reset();
 
-  // Of the layers that were answered with a result which the device took, oldest first: up to `most` into
-  // out, which are forgotten; returns how many. The newest is among them once the next one was published, or
-  // after settled(). Where kTimes wait to be taken, further ones are dropped.
+  // Moves up to `most` time stamps to out, oldest first, and returns how many. They are of layers that were
+  // answered with a result which the device took. The newest is there once the next layer was published, or
+  // after settled(). If kTimes are waiting, further ones are dropped.
   int64_t take_times(LayerTimes* out, int64_t most);
-  // The device has done everything that it was given.
+  // Call when the device has done everything that it was given.
   void settled();
 
   uint32_t load(MailboxWord word) const { return HostWords(ArenaMemory(arena())).load(word); }
@@ -76,7 +76,7 @@ class Mailbox {
   MailboxShape shape_;
   int64_t bytes_;
   std::unique_ptr<char, Free> arena_;
-  LayerTimes open_{};  // of the layer that was published last; answered 0: it is not, or failed
+  LayerTimes open_{};  // of the layer published last; answered 0: not answered, or failed
   std::vector<LayerTimes> times_;
 };
 

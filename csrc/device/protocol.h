@@ -1,19 +1,19 @@
-// The moves of both sides of a mailbox (layout.h), one function a move: for kernels, for the host, and for
-// test/fuzz, which runs them under a scheduler of its own.
+// The operations of both sides of a mailbox (layout.h), one function each: for kernels, for the host, and for
+// test/fuzz, which runs them under its own scheduler.
 //
 // `Words` is one side's access to the mailbox's words:
-//   uint32_t load(MailboxWord) const   acquire; relaxed where a fence() follows the last look
-//   void store(MailboxWord, uint32_t)  release: whoever loads it sees what this side wrote before
+//   uint32_t load(MailboxWord) const   acquire; relaxed if a fence() follows the last poll
+//   void store(MailboxWord, uint32_t)  release: a thread that loads it sees this side's earlier writes
 //   void fence()                       sequentially consistent, between this side's stores and later loads
 //
-// Who gives up. A device that has waited enough, or is cancelled, says so (kLate) and looks once more; a host
-// that has answered looks whether the device gave up. Both fence between the two, so at least one sees the
-// other: either the device takes the answer, or the host knows that it was not taken. A layer that the host
-// calls answered is never lost, though the device may have taken one that the host calls lost. A device that
-// keeps a copy of kLate near to it writes that copy after the host's word and a fence, for who believes the
-// copy tells the host nothing.
+// Giving up. A device that has waited enough, or is cancelled, sets kLate and polls once more. A host that
+// has answered checks whether the device gave up. Both fence in between, so at least one sees the other: the
+// device takes the answer, or the host knows that it was not taken. A layer that the host counts as answered
+// is never lost; the device may have taken one that the host counts as lost. If a device keeps a copy of
+// kLate, it writes the copy after the host's word and a fence, because a reader of the copy tells the host
+// nothing.
 //
-// One thread of a take looks, because a look crosses the link. It leaves what it found for the other blocks
+// Only one thread of a take polls, because a poll crosses the link. It leaves its result for the other blocks
 // in the device's own memory (look_of).
 #pragma once
 
@@ -29,23 +29,23 @@
 
 namespace fluxion {
 
-// Whether a word that counts sequence numbers has come to this one. They wrap.
+// Whether a word that counts sequence numbers has reached this one. They wrap.
 FLUXION_BOTH_SIDES constexpr bool reached(uint32_t word, uint32_t sequence) {
   return static_cast<int32_t>(word - sequence) >= 0;
 }
 
-// A sequence number in a word where 0 says "none".
+// A sequence number in a word in which 0 means "none".
 FLUXION_BOTH_SIDES constexpr uint32_t mark_of(uint32_t sequence) { return sequence != 0 ? sequence : 1; }
 
 // ---- The device, in the order of its stream: publish, look at parts, take.
 
-// Whether the device has given up: then it writes nothing into slots and says nothing.
+// Whether the device has given up: then it writes no slots and announces nothing.
 template <class Words>
 FLUXION_BOTH_SIDES bool gave_up(const Words& words) {
   return words.load(kLate) != 0;
 }
 
-// After q, k, v and the layer were written (word kPublished), or the parts (kObserved).
+// Call after q, k, v and the layer were written (kPublished), or the parts (kObserved).
 template <class Words>
 FLUXION_BOTH_SIDES void announce(Words& words, MailboxWord word, uint32_t sequence) {
   words.store(word, sequence);
@@ -53,7 +53,7 @@ FLUXION_BOTH_SIDES void announce(Words& words, MailboxWord word, uint32_t sequen
 
 enum class Take { kWait, kTaken, kGaveUp };
 
-// One look of a device that waits for an answer: kTaken: o and lse of the slot may be read.
+// One poll of a device that waits for an answer. kTaken: o and lse of the slot may be read.
 template <class Words>
 FLUXION_BOTH_SIDES Take look_for_answer(Words& words, uint32_t sequence, bool waited_enough) {
   if (reached(words.load(kAnswered), sequence)) return Take::kTaken;
@@ -64,12 +64,12 @@ FLUXION_BOTH_SIDES Take look_for_answer(Words& words, uint32_t sequence, bool wa
   return reached(words.load(kAnswered), sequence) ? Take::kTaken : Take::kGaveUp;
 }
 
-// What the looking thread found, released by it. After a device has given up, takes come without a publish
-// before them and have one sequence: what they find may be an earlier take's. Their pass has failed anyway.
+// The result of the polling thread, released by it. After a device has given up, takes come without a publish
+// and share one sequence, so they may find the result of an earlier take. Their pass has failed anyway.
 FLUXION_BOTH_SIDES constexpr uint32_t look_of(uint32_t sequence, bool taken) {
   return sequence << 1 | (taken ? 1u : 0u);
 }
-// Whether an acquired word is what was found of this take; then, whether the answer may be read.
+// Whether an acquired word is the result for this take; found_answer: whether the answer may be read.
 FLUXION_BOTH_SIDES constexpr bool is_look_of(uint32_t word, uint32_t sequence) {
   return word >> 1 == (sequence & 0x7fffffffu);
 }
@@ -93,8 +93,8 @@ class AtomicWords {
 
 enum class Wait { kReady, kLate, kCancelled, kTimedOut };
 
-// Until the device has announced `sequence` in `word`: kReady, and the slot is the host's until its answer.
-// Patience: bool spent(), asked at every look, and void pause() between two of them.
+// Waits until the device has announced `sequence` in `word`: kReady. Then the slot is the host's until its
+// answer. Patience: bool spent(), asked at every poll, and void pause() between two polls.
 template <class Words, class Patience>
 Wait wait_for(const Words& words, MailboxWord word, uint32_t sequence, Patience patience) {
   for (;; patience.pause()) {
@@ -105,8 +105,8 @@ Wait wait_for(const Words& words, MailboxWord word, uint32_t sequence, Patience 
   }
 }
 
-// After o and lse were written: the slot is the device's. False: the device has given up and may not have
-// taken it.
+// Call after o and lse were written; the slot becomes the device's. Returns false if the device has given up
+// and may not have taken the answer.
 template <class Words>
 bool answer(Words& words, uint32_t sequence) {
   words.store(kAnswered, sequence);
@@ -114,14 +114,14 @@ bool answer(Words& words, uint32_t sequence) {
   return !gave_up(words);
 }
 
-// The same of a layer that could not be computed; lse is -inf.
+// The same for a layer that could not be computed; lse is -inf.
 template <class Words>
 bool answer_failed(Words& words, uint32_t sequence) {
   words.store(kFailed, mark_of(sequence));
   return answer(words, sequence);
 }
 
-// Of a mailbox that neither side uses.
+// Only while neither side uses the mailbox.
 template <class Words>
 void reset(Words& words) {
   for (int word = 0; word < kMailboxWords; ++word) words.store(static_cast<MailboxWord>(word), 0);

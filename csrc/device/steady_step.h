@@ -1,5 +1,4 @@
-// The CPU's half of a step whose tiles a device has chosen (far_tiles.h): nothing of a layer is left to
-// decide.
+// The CPU's half of a step whose tiles a device has chosen (far_tiles.h): the CPU has nothing to decide.
 #pragma once
 
 #include <array>
@@ -12,7 +11,7 @@
 namespace fluxion {
 
 struct SteadyStep {
-  std::array<std::shared_ptr<const LayerPlan>, 2> plans;  // of layers with an even and an odd sequence number
+  std::array<std::shared_ptr<const LayerPlan>, 2> plans;  // for even and odd sequence numbers
   uint32_t sequence;                                      // of the first layer
   int layers;
   float scale;
@@ -20,13 +19,13 @@ struct SteadyStep {
 };
 
 struct Served {
-  int layers;  // that were answered
+  int layers;  // answered layers
   Wait wait;   // of the next one; kReady: there is none, or the device did not take the last answer
   bool taken;
 };
 
-// Waits for each layer of the engine's step and answers it. What a layer throws is thrown when the layer is
-// answered as failed.
+// Waits for each layer of the engine's step and answers it. If a layer throws, answers it as failed and
+// rethrows.
 Served serve(Mailbox& mailbox, Engine& engine, const SteadyStep& step);
 
 }  // namespace fluxion

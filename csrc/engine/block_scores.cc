@@ -30,7 +30,7 @@ int BlockScorer::find_entries(const int32_t* tags, const Blocks& blocks, const i
   return without;
 }
 
-// Those of the blocks, and of blocks without one those of their pages.
+// Checks the entries of the blocks; for a block without an entry, those of its pages.
 void BlockScorer::check(const HostPool& pool, int layer, int head, const Blocks& blocks,
                         const int32_t* pages) const {
   if (pool.canary() == nullptr) return;
@@ -58,7 +58,7 @@ int64_t BlockScorer::score(const HostPool& pool, int layer, int head, const Bloc
   const int32_t* index = level == 0 ? pages + blocks.from(0) : index_.data();
   const int without = level == 0 ? 0 : find_entries(pool.tags(layer, level), blocks, pages);
   without_count_ = without;
-  // Where a block has no entry, that of another one is scored in its place, and then overwritten.
+  // A block without an entry gets the score of another block here; the loop below overwrites it.
   kernels.score(q, group, D, pool.entries(layer, head, level), index, blocks.count, spread, scores, stride);
   int64_t bytes = (blocks.count - without) * entry_bytes;
   constexpr int32_t kIota[kMergeBatch] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,

@@ -41,7 +41,7 @@ void list_blocks(const Layer& layer, const Blocks& at, const int32_t* pages, con
   const int G = layer.group;
   const bool together = layer.config.attend_union;
   const uint16_t everyone = static_cast<uint16_t>((1u << G) - 1);
-  // Which blocks are chosen no branch could foretell.
+  // Without branches, because the choices are unpredictable.
   int32_t* blocks = s->blocks.data();
   int count = 0;
   for (int i = 0; i < at.count; ++i) {

@@ -10,16 +10,17 @@ namespace fluxion {
 
 namespace {
 
-// Together, members cost one another time where they want different tiles (kernels/attend.h, attend_lanes.h):
-// more than to take a tile from a cache, and more than from memory if few want it. So all attend together if
-// a tile has so many readers on average: of the members, where the last cache would keep the tiles from one
-// to the next, and in all, where not, or where a matrix unit multiplies all heads with a tile at once, with
-// weights that are rounded far less than by other ways for many heads.
+// Heads that want different tiles slow one another down when they attend together (kernels/attend.h,
+// attend_lanes.h). This costs more than a tile load from a cache, and more than one from memory if few heads
+// want the tile. So members attend together only if a tile has enough readers on average. They need kAgreed
+// of the members where the last cache would keep the tiles for the next member. They need kReaders otherwise,
+// or if a matrix unit multiplies all heads with a tile at once. That unit also rounds weights far less than
+// the other kernels for many heads.
 constexpr double kAgreed = 0.9, kReaders = 3;
-// With so many, most of what a member reads has been read by one before it.
+// With this many readers, an earlier member has read most of what a member reads.
 constexpr double kNearReaders = 2;
 
-// How many blocks of a middle lie before the page where what is shared ends.
+// Number of blocks of a middle before the page where the shared part ends.
 int shared_blocks(const Blocks& at, int end_page) { return (end_page >> at.level) - at.first; }
 
 }  // namespace
@@ -37,7 +38,7 @@ struct BundleRun::Room : OwnScratch {
   std::vector<char> queries;     // [heads][D] KV dtype
   std::vector<float> scores;     // [heads][stride]
   std::vector<uint16_t> chosen;  // [members][stride]: heads of the member's group
-  std::vector<int32_t> pages;    // of the shared blocks
+  std::vector<int32_t> pages;    // pages of the shared blocks
   std::vector<uint16_t> masks;   // [pages][heads]
   std::vector<float> o, lse;     // [heads][D], [heads]
 };
@@ -68,7 +69,7 @@ void Bundles::begin_step(const Layer& layer, std::vector<Scratch>* scratch) {
   for (Scratch& s : *scratch) BundleRun::reserve(layer, members, pages, &s);
 }
 
-// Bundles of the tasks from `first` on: as few as can be, of nearly equal size.
+// Adds bundles of the tasks from `first` on: as few as possible, of nearly equal size.
 void Bundles::add(const Layer& layer, int first, int end_page) {
   const int together = kMaxHeads / layer.group, tasks = static_cast<int>(tasks_.size()) - first;
   const int bundles = (tasks + together - 1) / together;
@@ -119,7 +120,7 @@ BundleRun::BundleRun(const Layer& layer, const Bundle& bundle, Scratch* s)
     attend(layer, room_.queries.data(), bundle.count * layer.group, room_.members[0].task.head, shared,
            room_.pages.data(), room_.masks.data(), s, room_.o.data(), room_.lse.data());
   }
-  // Every task counts as if it were alone.
+  // Every task has counted its reads as if it ran alone; subtract what sharing saved.
   s->stats[kStatTileBytes] -= saved_tiles;
   s->stats[kStatMetadataBytes] -= saved_metadata;
   s->stats[kStatSharedTileBytes] += saved_tiles;
@@ -129,7 +130,7 @@ BundleRun::BundleRun(const Layer& layer, const Bundle& bundle, Scratch* s)
 
 Task BundleRun::task(int m) const { return room_.members[m].task; }
 
-// The members and their queries, those first that choose by scores: a scan is for the leading heads.
+// Collects members and queries, those that choose by scores first: a scan covers leading heads.
 void BundleRun::gather() {
   const size_t bytes = layer_.group * layer_.shape.token_bytes();
   room_.members.clear();
@@ -147,10 +148,10 @@ void BundleRun::gather() {
   }
 }
 
-// What every member chooses of its whole middle. Returns the bytes of metadata that sharing saved.
+// Selects over the whole middle of every member. Returns the bytes of metadata that sharing saved.
 int64_t BundleRun::select() {
   const int G = layer_.group;
-  // Blocks [begin, end) of member m for its heads and those of the members after it.
+  // Scans blocks [begin, end) of member m for its heads and those of the members after it.
   const auto scan = [&](int m, int begin, int end, int heads) -> int64_t {
     if (begin == end || heads == 0) return 0;
     const Member& member = room_.members[m];
@@ -175,13 +176,13 @@ int64_t BundleRun::select() {
   return std::max(ranked - 1, 0) * bytes;
 }
 
-// The blocks that all members have.
+// The blocks that all members share.
 Blocks BundleRun::shared() const {
   const Blocks& at = room_.members[0].at;
   return at.part(0, shared_blocks(at, bundle_.end_page));
 }
 
-// The tiles of the shared blocks that members chose, in bytes.
+// Bytes of the tiles of the shared blocks that members chose.
 BundleRun::SharedTiles BundleRun::shared_tiles() const {
   const Blocks at = shared();
   SharedTiles tiles;
@@ -195,8 +196,8 @@ BundleRun::SharedTiles BundleRun::shared_tiles() const {
   return tiles;
 }
 
-// Whether one pass over these for the heads of all members takes less than a pass of each: on average over
-// the members, who may want very different shares.
+// Whether one pass over these tiles for the heads of all members is faster than one pass for each member. It
+// judges by the average over the members, whose shares may differ widely.
 bool BundleRun::attends_together(const SharedTiles& tiles) const {
   if (tiles.apart >= kAgreed * bundle_.count * tiles.once) return tiles.once != 0;
   const int depth = layer_.kernels.matrix_depth;
@@ -205,8 +206,8 @@ bool BundleRun::attends_together(const SharedTiles& tiles) const {
   return (matrices || tiles.once > layer_.config.cached_bytes) && tiles.apart >= kReaders * tiles.once;
 }
 
-// The pages of the shared blocks that anyone reads, with masks for the heads of all members unless every head
-// wants every page.
+// Lists the pages of the shared blocks that any member reads, with masks for the heads of all members, unless
+// every head reads every page.
 Selection BundleRun::list_shared() {
   const Blocks at = shared();
   const int32_t* pages = layer_.pages(room_.members[0].task);
@@ -239,7 +240,7 @@ Selection BundleRun::list_shared() {
   return out;
 }
 
-// The masks of the pages of shared block i: [pages][heads].
+// Writes the masks of the pages of shared block i: [pages][heads].
 void BundleRun::mask_shared(const Blocks& at, int i, uint16_t* masks) const {
   const int G = layer_.group, heads = bundle_.count * G;
   for (int m = 0; m < bundle_.count; ++m, masks += G) {

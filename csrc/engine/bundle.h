@@ -9,30 +9,30 @@
 
 namespace fluxion {
 
-// Tasks by blocks of one family (Families), of one KV head and block size, that only the CPU may take:
-// whoever takes the first of them from the queue does them all, and the turns of the others are empty. Of the
-// blocks before end_page, which all of them have, an entry is read once for all heads, and so is a tile, or
-// it is left to the last cache. What a head chooses and attends to is what it would alone.
+// Block tasks of one family (Families) with the same KV head and block size, reserved to the CPU. The worker
+// that takes the first task from the queue does all of them; the others do nothing in their turn. All members
+// have the blocks before end_page. An entry of these is read once for all heads. So is a tile, or the last
+// cache serves the repeated reads. The bundle does not change what a head chooses and attends to.
 struct Bundle {
-  const int32_t* tasks;  // b * H + h of each
+  const int32_t* tasks;  // b * H + h of each task
   int count;
   int end_page;  // a block's end
-  float value;   // the sum of its tasks'
+  float value;   // sum of the values of its tasks
 };
 
 // The bundles of the open layer.
 class Bundles {
  public:
-  // Room for so many requests. May throw std::bad_alloc.
+  // Reserves room for this many requests. May throw std::bad_alloc.
   void reserve(int requests, int kv_heads);
-  // The families of a new step, and room for their tasks in the scratch of every worker.
+  // Finds the families of a new step and makes room for their tasks in every worker's scratch.
   void begin_step(const Layer& layer, std::vector<Scratch>* scratch);
   void clear_step() { families_.clear(); }
-  // joins(i, blk): whether b * H + h is a task with this blk that can be in a bundle.
+  // joins(i, blk): whether task i = b * H + h with block size blk can be in a bundle.
   template <class Joins>
   void begin_layer(const Layer& layer, const Joins& joins);
 
-  // Whose turn in the queue task b * H + h does the work; nullptr: its own.
+  // The bundle that task b * H + h belongs to, or nullptr.
   const Bundle* of(int i) const { return all_.empty() || of_[i] < 0 ? nullptr : &all_[of_[i]]; }
   float value(const Layer& layer, int i) const {
     const Bundle* bundle = of(i);
@@ -43,15 +43,15 @@ class Bundles {
   void add(const Layer& layer, int first, int end_page);
 
   Families families_;
-  std::vector<int32_t> middle_ends_;  // [B]: logical page; of a bad request 0
+  std::vector<int32_t> middle_ends_;  // [B]: logical page; 0 for a bad request
   std::vector<Bundle> all_;
   std::vector<int32_t>
       tasks_;                // of the bundles; as much room as there can be tasks, so that it stays in place
-  std::vector<int32_t> of_;  // [B][H]: or -1; meaningless while there are no bundles
+  std::vector<int32_t> of_;  // [B][H]: bundle or -1; valid only while there are bundles
 };
 
-// Does a bundle's tasks: done(task, selection) for each, its result in the middle's state. A selection counts
-// its reads as if its task were alone.
+// Does the tasks of a bundle: calls done(task, selection) for each, with its result in the middle's state. A
+// selection counts its reads as if its task ran alone.
 template <class Done>
 void run_bundle(const Layer& layer, const Bundle& bundle, Scratch* scratch, const Done& done);
 
@@ -79,13 +79,13 @@ void Bundles::begin_layer(const Layer& layer, const Joins& joins) {
   }
 }
 
-// One after the other: gather, then finish_member() of each.
+// The run of one bundle. After construction, finish_member() is called for each member in turn.
 class BundleRun {
  public:
   BundleRun(const Layer& layer, const Bundle& bundle, Scratch* scratch);
   Task task(int m) const;
-  // What member m reads alone, all of it or what it did not read together with the others, which is merged
-  // with it.
+  // Finishes member m. It reads the member's whole selection, or only the part that was not read together,
+  // and merges the two.
   Selection finish_member(int m);
 
  private:
@@ -93,8 +93,8 @@ class BundleRun {
   struct Room;
   friend class Bundles;
   struct SharedTiles {
-    int64_t once = 0;   // every one that a member chose
-    int64_t apart = 0;  // those of every member
+    int64_t once = 0;   // tiles that at least one member chose
+    int64_t apart = 0;  // summed over the members
   };
 
   static void reserve(const Layer& layer, size_t members, size_t pages, Scratch* scratch);
@@ -105,7 +105,7 @@ class BundleRun {
   bool attends_together(const SharedTiles& tiles) const;
   Selection list_shared();
   void mask_shared(const Blocks& at, int i, uint16_t* masks) const;
-  // Of the heads of a member's group, those that attend to a block which some of them chose.
+  // Heads of a member's group that attend to a block which the heads `chosen` selected.
   uint16_t readers(uint16_t chosen) const {
     return layer_.config.attend_union && chosen != 0 ? everyone_ : chosen;
   }

@@ -15,7 +15,7 @@ namespace fluxion {
 
 namespace {
 
-// First of `units` in chunk i of `chunks`.
+// First unit of chunk i of `chunks`.
 int cut(int units, int chunks, int i) { return static_cast<int>(static_cast<int64_t>(units) * i / chunks); }
 
 int chunks_of(const Layer& layer, int64_t bytes, int units) {
@@ -23,13 +23,13 @@ int chunks_of(const Layer& layer, int64_t bytes, int units) {
   return static_cast<int>(std::clamp<int64_t>(chunks, 1, std::max(1, std::min(units, kMaxChunks))));
 }
 
-// Whole tiles that were read.
+// Checks whole tiles that were read.
 void check_tiles(const Layer& layer, int kv_head, const int32_t* pages, int count) {
   if (const Canary* canary = layer.pool.canary())
     canary->read_tiles(layer.pool, layer.at.index, kv_head, pages, int64_t{count} * kPage);
 }
 
-// body(from, to, helper) for every chunk of `count` things in units of `unit`, which are `bytes` together.
+// Calls body(from, to, helper) for every chunk of `count` items in units of `unit`. bytes: of all items.
 template <class Body>
 void in_chunks(const Layer& layer, int64_t bytes, int count, int unit, Scratch* s, const Body& body) {
   const int units = (count + unit - 1) / unit, chunks = chunks_of(layer, bytes, units);
@@ -39,12 +39,12 @@ void in_chunks(const Layer& layer, int64_t bytes, int count, int unit, Scratch* 
   s->busy_ns -= s->stage.run(chunks, s, chunk);
 }
 
-// Tiles that rows of the pool's are copied to, as many as stay in the second nearest cache. Not of 8 bits.
+// Tiles that rows of the pool are copied to, as many as fit in the L2 cache. Not for 8-bit tiles.
 class Gathered : public OwnScratch {
  public:
   static constexpr int kBytes = 128 << 10;
 
-  // Room, and masks that name every token.
+  // Makes room, and masks that name every token.
   void reserve(const PoolShape& shape, int heads) {
     count_ = static_cast<int>(std::max<int64_t>(1, kBytes / shape.tile_bytes()));
     lines_.resize(count_ * shape.tile_bytes() / sizeof(Line));
@@ -55,13 +55,13 @@ class Gathered : public OwnScratch {
   int tokens() const { return count_ * kPage; }
   char* tiles() { return lines_[0].bytes; }
   const int32_t* pages() const { return pages_.data(); }
-  // Of n tokens: nullptr where they fill tiles; else the last tile's are cut, until the next reserve().
+  // Masks of n tokens; nullptr if they fill tiles. The last tile stays cut until the next reserve().
   const uint16_t* masks(int n, int heads) {
     if (n % kPage == 0) return nullptr;
     std::fill_n(&masks_[n / kPage * heads], heads, static_cast<uint16_t>((1u << n % kPage) - 1));
     return masks_.data();
   }
-  // Token number `token` of the pool becomes token `at` here.
+  // Copies token number `token` of the pool to place `at`.
   void take(const Layer& layer, const Task& task, int32_t token, int at) {
     const int64_t row = layer.shape.row_bytes(), half = kPage * row;
     const char* from = layer.tiles(task) + token / kPage * layer.shape.tile_bytes() + token % kPage * row;
@@ -69,7 +69,7 @@ class Gathered : public OwnScratch {
     copy(from, row, to);
     copy(from + half, row, to + half);
   }
-  // It will be taken soon.
+  // Prefetches a token for take().
   static void fetch(const Layer& layer, const Task& task, int32_t token) {
     const int64_t row = layer.shape.row_bytes();
     const char* at = layer.tiles(task) + token / kPage * layer.shape.tile_bytes() + token % kPage * row;
@@ -196,7 +196,7 @@ void attend(const Layer& layer, const char* q, int heads, int kv_head, const Sel
 
 int64_t score_blocks(const Layer& layer, const Task& task, const Blocks& at, const char* q, int heads,
                      float spread, float* scores, int64_t stride, Scratch* s) {
-  constexpr int kUnit = 16;  // blocks: what the kernel scores at a time
+  constexpr int kUnit = 16;  // blocks that the kernel scores at a time
   std::atomic<int64_t> bytes{0};
   const auto score = [&](int from, int to, Scratch* helper) {
     const Blocks part = at.part(from, to);

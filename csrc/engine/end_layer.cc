@@ -1,5 +1,5 @@
-// The end of a layer: wait for what is under way, take back what is not, and write what nobody reads any
-// more.
+// The end of a layer: waits for running work, revokes the rest, and writes the coarse entries, which no task
+// reads any more.
 #include <sched.h>
 #include <time.h>
 
@@ -20,8 +20,8 @@ std::string number(double value) {
 
 }  // namespace
 
-// Ends the open layer, if there is one: afterwards nobody reads or writes what layer_ points to. An abandoned
-// layer starts no work that it has not started: its pages and rows may belong to somebody else by now.
+// Ends the open layer, if any. Afterwards no thread accesses what layer_ points to. An abandoned layer starts
+// no new work, because its pages and rows may have another owner by now.
 void Engine::end_layer(bool abandoned) {
   if (!open()) return;
   if (abandoned) {
@@ -87,8 +87,8 @@ void Engine::seal_coarse() {
   bool any = false;
   for (int b = 0; b < batch; ++b) any |= ends_coarse(b);
   if (!any) return;
-  // Every head seals in the order of requests, in which they are tagged: where two share a place, entries and
-  // tag are of the last one.
+  // Every head seals in the order of requests, in which blocks are also tagged. After a collision, entries
+  // and tag are therefore of the same, last request.
   const auto seal_head = [](void* self, int h) {
     Engine& e = *static_cast<Engine*>(self);
     for (int b = 0; b < e.step_.batch(); ++b) {

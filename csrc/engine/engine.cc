@@ -17,7 +17,7 @@ const char* const kStatNames =
 
 namespace {
 
-// A layer with so many chunks wakes workers that sleep. They would come too late for fewer.
+// A layer with this many chunks wakes workers that sleep. For fewer they would come too late.
 constexpr int kWakeChunks = 3;
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 
@@ -28,7 +28,7 @@ double task_timeout() {
   if (text == nullptr || *text == '\0') return 60.0;
   char* end = nullptr;
   const double seconds = std::strtod(text, &end);
-  // Python reads it, too, and knows no hexadecimal numbers.
+  // Python reads the variable, too, and accepts no hexadecimal numbers.
   if (*end != '\0' || std::strpbrk(text, "xX") != nullptr || !(seconds > 0 && seconds <= 1e6)) {
     refuse("FLUXION_TASK_TIMEOUT_S is \"" + std::string(text) +
            "\"; it must be a number of seconds above 0, and at most 1000000.");
@@ -36,7 +36,7 @@ double task_timeout() {
   return seconds;
 }
 
-// Before anything is made of it.
+// Checks the configuration before any member is made from it.
 const EngineConfig& checked(const EngineConfig& config, const PoolShape& shape) {
   if (config.q_heads < 1 || config.q_heads % shape.kv_heads != 0 ||
       config.q_heads / shape.kv_heads > kMaxGroup) {
@@ -89,7 +89,7 @@ void Engine::reserve(int requests, int pages) {
            ").");
   }
   const std::scoped_lock lock(foreign_mutex_, selection_mutex_);
-  // By half more at a time, so that a request that grows by a page every 16 steps seldom pays for it.
+  // Grows by half, so that a request that grows by a page every 16 steps seldom reallocates.
   const auto grown = [](int need, int have) { return need <= have ? have : std::max(need, have + have / 2); };
   const int max_requests =
       std::min<int>(grown(requests, step_.max_requests()), TaskQueue::kMaxTasks / shape_.kv_heads);
@@ -111,12 +111,12 @@ void Engine::reserve(int requests, int pages) {
   waits_ = std::make_unique<std::atomic<uint8_t>[]>(groups);
   queue_.reserve(static_cast<int64_t>(groups));
   resize_scratch(max_pages, ranked_tokens_);
-  // Last: where memory ran out half-way there is room for the old sizes, and only for these.
+  // Last: if memory runs out half-way, there is room for the old sizes, and only for these.
   step_.reserve(max_requests, max_pages);
 }
 
-// Room for the open layer's kinds of tasks. That of a middle which is ranked token by token is 16 times that
-// of its pages, so it is there only where it was asked for.
+// Makes room for the open layer's kinds of tasks. Ranking a middle token by token takes 16 times the room of
+// ranking its pages, so that room is made only on demand.
 void Engine::reserve_tasks(int ranked_tokens) {
   const bool grows = ranked_tokens > ranked_tokens_;
   if (!grows && layer_.plan->kinds.empty()) return;
@@ -172,7 +172,7 @@ void Engine::check_layer(const AttentionLayer& at, const LayerInput& in) const {
   }
 }
 
-// What every phase of a layer begins with. No thread computes.
+// The beginning of every phase of a layer. No thread computes meanwhile.
 void Engine::open_input(const AttentionLayer& at, const LayerInput& in) {
   layer_.at = at;
   layer_.in = in;
@@ -205,15 +205,15 @@ void Engine::skip_bad_requests() {
   }
 }
 
-// False when the workers are taken. Those that sleep are left alone where they would come too late to be of
-// use. residents: the work includes attention to them.
+// Returns false when the workers are busy. Sleeping workers are not woken if they would come too late.
+// residents: the work includes attention to the residents.
 bool Engine::launch(WorkerPool::Fn work, bool residents, void* ctx) {
   const int64_t resident_bytes = step_.resident_pages() * shape_.kv_heads * shape_.window_tile_bytes();
   const int64_t bytes = task_bytes_ + (residents ? resident_bytes : 0);
   return pool_->workers().launch(work, ctx, /*wake=*/bytes >= kWakeChunks * config_.chunk_bytes);
 }
 
-// The residents' LSE from what a device says of sinks and window, as resident_parts() has it.
+// Merges the residents' LSE from a device's LSE of sinks and window, as resident_parts() does.
 void Engine::take_parts(const float* parts) {
   alignas(64) float nothing[16] = {}, merged[16];
   for (int64_t i = 0; i < static_cast<int64_t>(step_.batch()) * config_.q_heads; ++i, parts += kParts) {
@@ -234,7 +234,7 @@ int Engine::begin(const AttentionLayer& at, const LayerInput& in, const LayerOut
     refuse("Layer " + std::to_string(at.index) +
            " has no residents; pass windows, or call layer_resident for this layer first.");
   }
-  if (held) {  // everything else is as residents() left it, the requests that were lost too
+  if (held) {  // everything else is as residents() left it, lost requests included
     layer_.at = at;
     layer_.in = in;
     held_ = true;
@@ -332,14 +332,14 @@ void Engine::result(float* out) const {
   }
 }
 
-// ---- what is known of it
+// ---- results and failures
 
 void Engine::record_failure(const std::string& sentence) {
   const std::lock_guard lock(failure_mutex_);
   if (failure_.empty()) failure_ = sentence;
 }
 
-// What was read is no result.
+// Clears the output of requests that read corrupt memory.
 void Engine::clear_corrupt() {
   for (int b = 0; b < step_.batch(); ++b) {
     if (corrupt_[b] == nullptr) continue;

@@ -8,8 +8,8 @@
 //     |  --- attend() (begin and finish by the step's plan) -----------> kDone
 //     |  --- newest() -> kNone
 //
-// append(), residents(), newest(), begin() and attend() may be called in every state: what the layer before
-// left is dropped, but for what begin() takes from append() or residents() of the same layer.
+// append(), residents(), newest(), begin() and attend() may be called in every state. They drop the state of
+// the previous layer, except what begin() takes from append() or residents() of the same layer.
 #pragma once
 
 #include <array>
@@ -33,78 +33,78 @@ namespace fluxion {
 // Threads: step, residents, append, begin and finish belong to one thread at a time. The foreign functions
 // may be called from any thread at any time.
 //
-// Who does what. A worker takes the residents of a group or a task, and has it until it is done: the task's
-// scan, selection, attention and merge use its scratch. Scan and attention are stages of chunks (chunks.h): a
-// worker that finds the queue dry helps with those of the others.
+// Ownership. A worker takes one resident item or one task and has it until it is done: scan, selection,
+// attention and merge use that worker's scratch. Scan and attention are stages of chunks (chunks.h). A worker
+// that finds the queue empty helps with the chunks of other workers.
 //
-// Phases of a layer. Between begin and finish each page that fills gets its own metadata and moments
-// (seal_page) from the item that appends to it: nobody reads that page, because it is in no request's middle
-// yet. Coarse entries and tags are direct-mapped, so the entry of a block that completes now may be the one
-// another request's task reads; therefore they are read-only until the last task is done, and finish writes
-// them (seal_blocks) then.
+// Phases of a layer. Between begin and finish, the item that fills a page writes that page's metadata and
+// moments (seal_page). No task reads that page, because it is in no request's middle yet. Coarse entries and
+// tags are direct-mapped: the entry of a block that completes now may hold an entry that another request's
+// task reads. They are therefore read-only until the last task is done; then finish writes them
+// (seal_blocks).
 class Engine {
  public:
   // Throws std::invalid_argument for a geometry that does not fit the pool. FLUXION_TASK_TIMEOUT_S (default
-  // 60): how long finish waits for foreign executors.
+  // 60) is how many seconds finish waits for foreign executors.
   Engine(std::shared_ptr<HostPool> pool, const EngineConfig& config);
   ~Engine();
 
-  // As Step::begin. A request with a bad length or page id fails every layer of the step; the other requests
+  // See Step::begin. A request with a bad length or page id fails every layer of the step; the other requests
   // are computed.
   void step(const int32_t* rows, const int32_t* seq_lens, int batch, const int32_t* table,
             int64_t table_stride, int64_t columns);
   int batch() const { return step_.batch(); }
 
-  // Appends the step's token and computes the resident attention of a layer, before anything is planned. A
-  // begin() of the same layer that comes next and brings no k uses both. parts: [B][Hq][kParts]
-  // (kernels/feature_index.h), written; of bad requests -inf and 0: they fail the layer in finish(). Throws
-  // as begin() does.
+  // Appends the step's token and computes the resident attention of a layer, before anything is planned. If
+  // the next call is begin() of the same layer and passes no k, it uses both. Writes parts: [B][Hq][kParts]
+  // (kernels/feature_index.h). Bad requests get -inf and 0, and fail the layer in finish(). Throws as begin()
+  // does.
   void residents(const AttentionLayer& at, const LayerInput& in, float* parts);
-  // Appends the step's token to the host alone, for a plan that needs it there. A begin() of the same layer
-  // that comes next, with its residents on a device, brings no k.
+  // Appends the step's token to the host alone, for a plan that needs it there. If the next call is begin()
+  // of the same layer, with its residents on a device, it passes no k.
   void append(int layer, const TokenView& k, const TokenView& v);
-  // A whole layer with a window (AttentionLayer::newest): without plan, tasks and residents. Throws as
-  // begin() and finish() do.
+  // Computes a whole sliding-window layer (AttentionLayer::newest), without plan, tasks and residents. Throws
+  // as begin() and finish() do.
   void newest(const AttentionLayer& at, const LayerInput& in, const LayerOutput& to);
-  // Returns the number of tasks. Throws std::invalid_argument where the residents are neither attended to nor
-  // in a window; nothing was begun.
+  // Returns the number of tasks. Throws std::invalid_argument if the residents are neither attended to nor in
+  // a window; then nothing was begun.
   int begin(const AttentionLayer& at, const LayerInput& in, const LayerOutput& to,
             std::shared_ptr<const LayerPlan> plan);
   // Throws std::runtime_error with the layer's first failure; the engine is ready for the next layer either
   // way.
   void finish();
-  // Plans every layer of the current step, for attend(). looks: the plan's kinds go by the residents.
+  // Plans every layer of the current step, for attend(). looks: the plan's kinds depend on the residents.
   void plan_step(std::shared_ptr<const LayerPlan> plan, bool looks) {
     step_plan_ = std::move(plan);
     step_looks_ = looks;
   }
-  // A whole layer: newest(); or begin() by the step's plan, after residents() if it looks, and finish().
-  // Throws as they do, and std::runtime_error where the step has no plan.
+  // Computes a whole layer: newest(); or begin() by the step's plan, after residents() if it looks, and
+  // finish(). Throws as they do, and std::runtime_error if the step has no plan.
   void attend(const AttentionLayer& at, const LayerInput& in, const LayerOutput& to);
-  // Of the last layer: its output before it was rounded to the KV dtype, [B][Hq][D], and what each task read,
-  // [B][Hk] (0 where there was none). They throw std::runtime_error unless the layer was finished without a
-  // failure, and no step or layer was begun since; result() also for a layer on a device.
+  // The last layer's output before rounding to the KV dtype, [B][Hq][D], and what each task read, [B][Hk] (0
+  // without a task). Both throw std::runtime_error unless the layer finished without a failure and no step or
+  // layer was begun since. result() also throws for a layer on a device.
   void result(float* out) const;
   const Reads* reads() const;
-  // Requests of the layer that was finished last which read what was not what had been written (nullptr: did
-  // not): their output is zero.
+  // The exception of a request that read corrupt memory in the layer that was finished last, or nullptr. The
+  // output of such a request is zero.
   const std::exception_ptr& corrupt(int request) const { return corrupt_[request]; }
-  // Ends an open layer without its result: what no worker has begun is not done, claims no longer hold.
+  // Ends an open layer without a result: drops work that no worker has begun, and voids claims.
   void abandon();
 
   // Foreign executors. A claim is what pop() returned; TaskQueue::task_of(claim) is the index of the task.
   int64_t pop(Executor executor);
   int task(int64_t claim_or_index);  // b * Hk + h
-  // Whether the claim still held; the result is dropped when it did not. o: [G][D], lse: [G]; tokens: how
-  // many it read, summed over the heads.
+  // Returns whether the claim still held; if not, drops the result. o: [G][D], lse: [G]; tokens: how many it
+  // read, summed over the heads.
   bool deliver(int64_t claim, const float* o, const float* lse, int64_t tokens, const Reads& reads);
   bool fail(int64_t claim, const std::string& message);
-  // What a task reads. pages: [max]; masks: [max][G]. Returns how many pages were written.
+  // What a task reads. pages: [max]; masks: [max][G]. Returns the number of pages written.
   int selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max);
 
   void stats(int64_t* out) const;  // [kStatCount], cumulative
-  // [workers], cumulative, of finished layers: the time that each worker has computed, and the chunks it did
-  // of tasks of others. These alone depend on timing.
+  // [workers], cumulative over finished layers: the compute time of each worker, and the chunks that it did
+  // for tasks of other workers. Only these counts depend on timing.
   void worker_counts(int64_t* ns, int64_t* helped_chunks) const;
   int last_tasks() const { return queue_.count(); }
   int owner(int i) const { return queue_.owner(i); }
@@ -170,40 +170,40 @@ class Engine {
   double timeout_s_;
   Step step_;
   Layer layer_;
-  int ranked_tokens_ = 0;  // the scratch has room for the scores of so many; 0 until a layer asks for them
+  int ranked_tokens_ = 0;  // room of the scratch for scores; 0 until a layer asks for them
 
   std::shared_ptr<const LayerPlan> step_plan_;  // of every layer of the step, for attend()
   bool step_looks_ = false;
-  std::vector<float> parts_;  // [B][Hq][kParts], that attend() asks residents() for
+  std::vector<float> parts_;  // [B][Hq][kParts], which attend() has residents() write
 
   // This layer.
   std::atomic<State> state_{State::kNone};  // of layer_; any thread may ask whether it is open
   bool launched_ = false;                   // workers run its items and tasks
-  bool held_ = false;                       // it began with what residents() left in res_o_, res_lse_
+  bool held_ = false;                       // it began with the results of residents() in res_o_, res_lse_
   bool appended_ = false;                   // the step's token was written
   std::vector<uint8_t> skip_;               // [B]: a bad request
   std::vector<uint64_t> order_;
   std::vector<Task> tasks_;
-  std::vector<const TaskKind*> kinds_;  // [B][H], of the tasks: nullptr: blocks
+  std::vector<const TaskKind*> kinds_;  // [B][H]: kind of each task; nullptr: blocks
   Bundles bundles_;
   std::vector<Reads> reads_;                              // [B][H]
   std::vector<float> res_o_, res_lse_, mid_o_, mid_lse_;  // [B][Hq][D], [B][Hq]
   std::unique_ptr<std::atomic<uint8_t>[]> waits_;         // [B][H]: results a group still waits for
   int items_ = 0;                                         // resident items: B * H, or 0
-  int64_t task_bytes_ = 0;                                // that the tasks read, at most about
+  int64_t task_bytes_ = 0;                                // upper estimate of what the tasks read
   alignas(64) std::atomic<int> next_item_{0};
   TaskQueue queue_;
   alignas(64) std::atomic<int> owners_{0};  // workers that have a task or may yet get one
 
-  std::vector<Scratch> scratch_;  // one a worker
+  std::vector<Scratch> scratch_;  // one for each worker
   std::mutex failure_mutex_;
   std::string failure_;
-  std::exception_ptr thrown_;  // what a worker threw first in this layer, and for whom
+  std::exception_ptr thrown_;  // first exception of a worker in this layer, and its task
   Task thrower_{};
   std::vector<std::exception_ptr> corrupt_;  // [B]: CorruptMemory
 
-  std::mutex foreign_mutex_;    // claims of foreign executors; everything they reach
-  std::mutex selection_mutex_;  // selection_scratch_
+  std::mutex foreign_mutex_;    // guards claims of foreign executors and what they reach
+  std::mutex selection_mutex_;  // guards selection_scratch_
   Scratch selection_scratch_;
 
   std::atomic<int64_t> totals_[kStatCount] = {};
@@ -212,9 +212,9 @@ class Engine {
 
 // ---- implementation
 
-// What throws fails the layer, and the worker goes on: others wait for what it has claimed. Corrupt memory
-// ends the task's request, or all those of the bundle that it is done with. Nothing is allocated here,
-// because memory may have run out.
+// An exception fails the layer, and the worker goes on, because others wait for what it has claimed. Corrupt
+// memory ends the task's request, or all requests of its bundle. Allocates nothing, because memory may have
+// run out.
 template <class Body>
 void Engine::attempt(const Task& task, const Bundle* with, const Body& body) noexcept {
   try {

@@ -11,8 +11,8 @@ static_assert(kStatTasksTorch - kStatTasksCpu + 1 == kExecutors, "every executor
 
 int64_t Engine::pop(Executor executor) { return claim_next(queue_, foreign_mutex_, executor); }
 
-// Index of the task of the open layer that a claim or a plain index means. The caller holds foreign_mutex_ or
-// selection_mutex_, both of which begin takes to open a layer and end_layer to close it.
+// Index of the open layer's task that a claim or a plain index names. The caller holds foreign_mutex_ or
+// selection_mutex_; begin and end_layer take both to open and to close a layer.
 int Engine::resolve(int64_t claim_or_index) const {
   const int i = TaskQueue::task_of(claim_or_index);
   Executor executor;
@@ -31,7 +31,7 @@ int Engine::task(int64_t claim_or_index) {
 }
 
 bool Engine::deliver(int64_t claim, const float* o, const float* lse, int64_t tokens, const Reads& reads) {
-  // The layer stays open until the claim is finished: what it points to is alive.
+  // The layer stays open until the claim is finished, so its pointers are valid.
   return settle(queue_, foreign_mutex_, claim, [&](int i, Executor executor) {
     const Task& task = tasks_[i];
     std::copy_n(o, static_cast<int64_t>(layer_.group) * shape_.head_dim, layer_.middle_o(task));

@@ -13,51 +13,50 @@
 
 namespace fluxion {
 
-// A stage of a task (its scan, its attention) reads this much at a time, and idle workers help with the rest:
-// 20 to 40 us on one core, a hundred times what it costs to claim a chunk and to merge its result.
+// Bytes that a stage of a task (scan or attention) reads per chunk; idle workers help with further chunks. A
+// chunk takes 20 to 40 us on one core, a hundred times the cost of claiming it and merging its result.
 inline constexpr int64_t kChunkBytes = 512 << 10;
 
 struct EngineConfig {
   int q_heads;
   int sinks;         // tokens, a multiple of 16; equal to the pool's sink_pages * 16
   int window;        // tokens, a multiple of 16
-  int max_requests;  // capacities to start with: step() grows them
+  int max_requests;  // initial capacities; step() grows them
   int max_pages;     // of the longest request
   bool attend_union;
-  int64_t chunk_bytes;   // what a stage of a task reads at a time
+  int64_t chunk_bytes;   // bytes that a chunk of a stage reads
   bool share_prefixes;   // see Bundle
-  int64_t cached_bytes;  // of tiles that the last cache keeps from one request to the next
+  int64_t cached_bytes;  // tiles that the last cache keeps from one request to the next
 };
 
-// What is the same in every step of a layer's attention. Everything pointed to lives until a layer that was
-// opened with it ends.
+// The parameters of a layer's attention that are the same in every step. Pointers must stay valid until every
+// layer opened with them has ended.
 struct AttentionLayer {
   int index;  // of the pool's layers
   Scale scale;
-  WindowView window{};  // of the residents; data nullptr: they are a device's
-  // [Hq]: a logit of each head that joins the softmax and has no value; nullptr: none. As if it were a
-  // resident.
+  WindowView window{};  // of the residents; data nullptr: a device has them
+  // [Hq]: a logit per head that joins the softmax without a value, as if it were a resident; nullptr: none.
   const float* sinks = nullptr;
-  // Sliding-window attention: the tokens that a token attends to, itself included. 0: all.
+  // Sliding-window attention: how many of the newest tokens a token attends to, itself included. 0: all.
   int newest = 0;
 };
 
-// What a layer of B requests computes with. Everything pointed to lives until the layer ends.
+// The inputs of a layer of B requests. Pointers must stay valid until the layer ends.
 struct LayerInput {
   const char* q;     // [B][Hq][D] KV dtype, the last two contiguous
   int64_t q_stride;  // bytes
-  TokenView k, v;    // [B][Hk][D]: the token at position n-1 of each request; data nullptr: it is written
+  TokenView k, v;    // [B][Hk][D]: the token at position n-1 of each request; data nullptr: already written
 };
 
-// Where the result goes: to `out`, merged with the residents, or to o and lse, the middle's alone, where the
-// residents are a device's. Then k and v go to the host alone.
+// Where the result goes. `out` is merged with the residents. o and lse are the middle's alone, for residents
+// on a device; then k and v go to the host alone.
 struct LayerOutput {
   char* out = nullptr;     // [B][Hq][D] KV dtype, the last two contiguous
   int64_t out_stride = 0;  // bytes
   float* o = nullptr;      // [B][Hq][D]; written where lse is not -inf
   float* lse = nullptr;    // [B][Hq], natural log
-  // What the device found of the residents (layout of Engine::residents), for kinds of tasks that go by it;
-  // copied. nullptr: it is not known.
+  // The device's results for the residents (layout of Engine::residents), for kinds of tasks that depend on
+  // them; copied. nullptr: unknown.
   const float* parts = nullptr;
 
   bool on_device() const { return lse != nullptr; }
@@ -78,9 +77,9 @@ struct Layer {
   const PoolShape& shape;
   const EngineConfig& config;
   const Step& step;
-  const KernelTable& kernels;         // of tiles of the pool
-  const KernelTable& window_kernels;  // of those of a window
-  const KernelTable& exact;           // the same ISA's of float32
+  const KernelTable& kernels;         // for tiles of the pool
+  const KernelTable& window_kernels;  // for tiles of a window
+  const KernelTable& exact;           // float32 kernels of the same ISA
   const int group;                    // G
 
   AttentionLayer at{};
@@ -89,14 +88,14 @@ struct Layer {
   std::shared_ptr<const LayerPlan> plan;
   // Results of the residents and of the middle: [B][Hq][D], [B][Hq].
   float *res_o = nullptr, *res_lse = nullptr, *mid_o = nullptr, *mid_lse = nullptr;
-  bool residents_known = false;  // res_lse is there before the tasks begin
+  bool residents_known = false;  // res_lse is set before the tasks begin
 
   int index(const Task& task) const { return task.request * shape.kv_heads + task.head; }
   Task task(int i) const { return {i / shape.kv_heads, i % shape.kv_heads}; }
   const char* query(const Task& task) const {
     return in.q + task.request * in.q_stride + int64_t{task.head} * group * shape.token_bytes();
   }
-  // First of the group's states in res_lse and mid_lse; times D in the o's.
+  // Index of the group's first state in res_lse and mid_lse; times D in res_o and mid_o.
   int64_t state(const Task& task) const {
     return static_cast<int64_t>(task.request) * config.q_heads + int64_t{task.head} * group;
   }
@@ -108,7 +107,7 @@ struct Layer {
   const float* budget(const Task& task) const { return plan->budget + state(task); }
   const char* tiles(const Task& task) const { return pool.tiles(at.index, task.head); }
 
-  // Merges a second part of `heads` heads into o and lse.
+  // Merges a second partial result of `heads` heads into o and lse.
   void merge(int heads, float* o, float* lse, const float* more_o, const float* more_lse) const {
     const int D = shape.head_dim;
     for (int g = 0; g < heads; ++g)

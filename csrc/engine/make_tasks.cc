@@ -9,7 +9,7 @@ namespace fluxion {
 
 namespace {
 
-// An unsigned number that orders as the float does, NaN lowest.
+// Maps a float to an unsigned number with the same order, NaN lowest.
 uint32_t ordered(float value) {
   if (std::isnan(value)) return 0;
   const uint32_t bits = std::bit_cast<uint32_t>(value);
@@ -18,7 +18,7 @@ uint32_t ordered(float value) {
 
 }  // namespace
 
-// Fills tasks_ in the order of the queue, and says how many each lane has.
+// Fills tasks_ in the order of the queue. Returns how many tasks each lane has.
 Engine::Lanes Engine::make_tasks() {
   Lanes lanes{};
   int count = 0, ranked_tokens = 0;
@@ -51,7 +51,7 @@ Engine::Lanes Engine::make_tasks() {
   return lanes;
 }
 
-// By lane, value, index: the index has kBits.
+// Sorts by lane, value, index; the index takes kBits.
 void Engine::sort_tasks(int count) {
   for (int n = 0; n < count; ++n) {
     const int i = TaskQueue::task_of(static_cast<int64_t>(order_[n]));
@@ -62,7 +62,7 @@ void Engine::sort_tasks(int count) {
     tasks_[n] = layer_.task(TaskQueue::task_of(static_cast<int64_t>(order_[n])));
 }
 
-// nullptr: blocks.
+// The kind of a task; nullptr: blocks.
 const TaskKind* Engine::kind_of(const Task& task) const {
   for (const auto& kind : layer_.plan->kinds) {
     if (kind->takes(layer_, task)) return kind.get();
@@ -70,7 +70,7 @@ const TaskKind* Engine::kind_of(const Task& task) const {
   return nullptr;
 }
 
-// Whether a group has a task, and for which lane. A plan that cannot be fails the layer.
+// Returns whether a group has a task, and for which lane. An invalid plan fails the layer.
 bool Engine::make_task(const Task& task, int* lane, int* ranked_tokens) {
   const int blk = layer_.blk(task);
   if (blk == 0) return false;

@@ -1,5 +1,4 @@
-// Phases of a layer that need no tasks: every group of every request is one item, which one worker does
-// whole.
+// Phases of a layer without tasks: every group of every request is one item, which one worker does.
 #include <algorithm>
 #include <limits>
 #include <stdexcept>
@@ -10,8 +9,8 @@
 
 namespace fluxion {
 
-// body(task, scratch) for every group, on all workers, to the end. Groups of requests that are skipped are
-// among them. residents: bodies attend to these.
+// Calls body(task, scratch) for every group on all workers and waits for the end. Groups of skipped requests
+// are included. residents: the bodies attend to residents.
 template <class Body>
 void Engine::each_group(bool residents, const Body& body) {
   struct Run {
@@ -38,7 +37,7 @@ void Engine::residents(const AttentionLayer& at, const LayerInput& in, float* pa
   each_group(/*residents=*/true, [&](const Task& task, Scratch* scratch) {
     float* own = parts + layer_.state(task) * kParts;
     if (skip_[task.request]) return no_parts(layer_, own);
-    // A request that is lost has parts as well: its policy plans, like that of every other.
+    // Lost requests get parts as well, because their policy plans like any other.
     attempt(task, nullptr, [&] { append_token(layer_, *pool_, task); });
     attempt(task, nullptr, [&] { attend_parts(layer_, task, scratch, own); });
   });

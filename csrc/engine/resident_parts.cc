@@ -7,7 +7,7 @@ namespace fluxion {
 
 namespace {
 
-// In float64 and a fixed order: nothing depends on the ISA but the numbers themselves.
+// In float64 and a fixed order: no ISA changes the result for the same x.
 float norm_of(const float* x, int D) {
   double sums[16] = {};
   for (int d = 0; d < D; d += 16) {

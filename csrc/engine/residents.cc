@@ -10,9 +10,9 @@ namespace fluxion {
 
 namespace {
 
-// Where the residents of a request lie in its window, and how many tokens the last page has.
+// The residents of a request: pages of its window, listed in the scratch, sinks first.
 struct Resident {
-  int sinks, local;  // pages: those in the scratch, sinks first
+  int sinks, local;  // pages
   int tokens;        // of the last page
 };
 
@@ -36,8 +36,8 @@ const char* window_tiles(const Layer& layer, const Task& task) {
   return layer.at.window.data + task.head * layer.at.window.head_stride;
 }
 
-// Masks of `count` pages of which only the last `last_tokens` of the last one, and of the first one only
-// those from `hidden` on, count; nullptr where all do.
+// Masks of `count` pages: the tokens of the first page before `hidden`, and those of the last page from
+// `last_tokens` on, are left out. nullptr if no token is left out.
 const uint16_t* end_masks(int count, int group, int hidden, int last_tokens, Scratch* s) {
   if (hidden == 0 && last_tokens == kPage) return nullptr;
   uint16_t* masks = s->masks.data();

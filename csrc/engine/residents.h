@@ -1,4 +1,4 @@
-// What one worker does for the residents of one request and KV head.
+// The work of one worker on the residents of one request and KV head.
 #pragma once
 
 #include "engine/layer.h"
@@ -6,15 +6,15 @@
 
 namespace fluxion {
 
-// This step's token: to the host, and to the window where there is one.
+// Writes this step's token to the host, and to the window if there is one.
 void append_token(const Layer& layer, const HostPool& pool, const Task& task);
-// Attention to sinks and window, into the layer's res_o and res_lse; logits without value count there, too.
+// Attention to sinks and window into the layer's res_o and res_lse, with AttentionLayer::sinks.
 void attend_residents(const Layer& layer, const Task& task, Scratch* scratch);
-// The same with sinks and window apart. parts: [G][kParts], written.
+// The same with separate results for sinks and window. Writes parts: [G][kParts].
 void attend_parts(const Layer& layer, const Task& task, Scratch* scratch, float* parts);
-// Attention of a layer with a window to its newest tokens, where they lie in the pool, into the same.
+// Attention of a sliding-window layer to its newest tokens in the pool, into res_o and res_lse.
 void attend_newest(const Layer& layer, const Task& task, Scratch* scratch);
-// The parts of no tokens.
+// Writes the parts of an empty set of tokens.
 void no_parts(const Layer& layer, float* parts);
 
 }  // namespace fluxion

@@ -1,4 +1,4 @@
-// What a worker computes with: room that outlives the layers.
+// A worker's scratch memory, which outlives the layers.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +13,9 @@
 
 namespace fluxion {
 
-inline constexpr int kMaxChunks = 64;  // of a stage: bounds the partial results
+inline constexpr int kMaxChunks = 64;  // per stage; bounds the partial results
 
-// Room that one kind of task has to itself: a class derived from this, which Scratch::own() makes.
+// Room for one kind of task alone: a class derived from this, which Scratch::own() makes.
 struct OwnScratch {
   virtual ~OwnScratch() = default;
 };
@@ -27,7 +27,7 @@ struct Scratch {
     int64_t entry_bytes;
   };
 
-  Stage<Scratch> stage;          // of the task that this worker has
+  Stage<Scratch> stage;          // of this worker's task
   std::vector<float> scores;     // [G][units]: of blocks, or of tokens
   std::vector<uint16_t> chosen;  // [units]: heads that chose a block or token
   std::vector<int32_t> blocks;   // [pages]: blocks that some head reads
@@ -46,13 +46,13 @@ struct Scratch {
 
   // May throw std::bad_alloc, and then has room for the old sizes at least.
   void resize(const Room& room);
-  // For the partial results of so many heads, not only a group's.
+  // Makes room for the partial results of this many heads, which may be more than a group's.
   void reserve_parts(size_t heads, int head_dim) {
     part_o.resize(std::max(part_o.size(), (kMaxChunks - 1) * heads * head_dim));
     part_lse.resize(std::max(part_lse.size(), (kMaxChunks - 1) * heads));
   }
 
-  // The room of type T, made by the first call; that one belongs to a thread that has the scratch alone.
+  // The room of type T, made by the first call. Only a thread that has the scratch alone may make that call.
   template <class T>
   T& own() {
     static const size_t index = next_index();
@@ -62,7 +62,7 @@ struct Scratch {
   }
 
  private:
-  // One count for all libraries.
+  // One counter for all libraries.
   FLUXION_API static size_t next_index();
 
   std::vector<std::unique_ptr<OwnScratch>> own_;

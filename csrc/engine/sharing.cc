@@ -28,7 +28,7 @@ void Families::find(const int32_t* table, int64_t stride, int first, std::span<c
 
 // The first logical page from `from` on where a and b differ, or where the shorter middle ends.
 int Families::agree(int a, int b, int from) const {
-  constexpr int kStep = 256;  // pages compared at once: long prefixes are the ones that take time
+  constexpr int kStep = 256;  // pages compared at once: long prefixes dominate the time
   const int32_t *x = table_ + a * stride_, *y = table_ + b * stride_;
   const int end = std::min(ends_[a], ends_[b]);
   while (from + kStep <= end && std::memcmp(x + from, y + from, kStep * sizeof(int32_t)) == 0) from += kStep;
@@ -36,9 +36,9 @@ int Families::agree(int a, int b, int from) const {
   return from;
 }
 
-// Families among members_[begin, end), which agree on [first_, agreed); the page reads they save. measured:
-// length_ holds already how far each agrees with the first one. A page is compared again only where a branch
-// gets a new first request.
+// Finds families among members_[begin, end), which agree on [first_, agreed). Returns the page reads they
+// save. measured: length_ already holds how far each agrees with the first one. Pages are compared again only
+// where a branch gets a new first request.
 int64_t Families::divide(int begin, int end, int agreed, bool measured) {
   const int n = end - begin;
   if (n < 2) return 0;
@@ -56,7 +56,7 @@ int64_t Families::divide(int begin, int end, int agreed, bool measured) {
     saved = static_cast<int64_t>(n - (n + together_ - 1) / together_) * shared;
     if (static_cast<double>(saved) < kLeastGain * static_cast<double>(pages)) saved = 0;
   }
-  // The branches, by the page they go on with; those that end here are one.
+  // Branches differ in the next page; requests that end here form one branch.
   const auto next = [&](int32_t b) { return ends_[b] == all ? -1 : table_[b * stride_ + all]; };
   const int32_t leader = members[0];
   std::sort(members.begin(), members.end(), [&](int32_t a, int32_t b) {

@@ -1,4 +1,4 @@
-// Which requests of a step begin with the same pages, and how much of them is worth reading together.
+// Finds requests of a step that begin with the same pages, and decides which to read together.
 #pragma once
 
 #include <cstdint>
@@ -7,32 +7,32 @@
 
 namespace fluxion {
 
-// Fewer pages than this are not worth the two partial attentions that a request of a family has to merge.
+// A family shares at least this many pages; fewer do not pay for merging two partial attentions per request.
 inline constexpr int kLeastSharedPages = 16;
-// What is read once instead of often must be this share of what the family's middles hold in all: a family is
-// one piece of work, and its other pages are read one request after the other.
+// Sharing must save at least this share of the pages in a family's middles. A family is one piece of work, so
+// its other pages are read one request after the other.
 inline constexpr double kLeastGain = 1.0 / 16;
 
-// Requests whose page tables agree on the logical pages [first page of a middle, end_page), in the middle of
-// every one of them.
+// Requests whose page tables agree on the logical pages [first page of a middle, end_page). These pages are
+// in the middle of every member.
 struct Family {
   int begin, count;  // of Families::members()
   int end_page;
 };
 
-// Prefixes nest (a system prompt that all have, a document that some have), but a request is in one family at
-// most. Of all ways to divide the requests, find() takes the one that saves most page reads, at every
-// branching either the one family of all below it or the best of its branches. The result depends on the
-// arguments alone.
+// Prefixes nest (a system prompt that all share, a document that some share), but a request is in at most one
+// family. find() divides the requests so that most page reads are saved. At every branching it takes one
+// family of all requests below, or the best division of the branches. The result depends only on the
+// arguments.
 class Families {
  public:
   // Room for this many requests. May throw std::bad_alloc, and then has the old room.
   void reserve(int requests);
   void clear() { families_.clear(); }
 
-  // Middles are the logical pages [first, ends[b]) of the requests b; table: row b, with this stride, has
-  // their physical ids. ends[b] <= first: a request without a middle, in no family. together: how many
-  // requests can be read at once, at least 1; of n of them, ceil(n / together) read what they share.
+  // Finds the families. The middle of request b is the logical pages [first, ends[b]); row b of the table,
+  // with this stride, has their physical ids. ends[b] <= first: no middle, no family. together: how many
+  // requests one read serves, at least 1; n requests read shared pages ceil(n / together) times.
   void find(const int32_t* table, int64_t stride, int first, std::span<const int32_t> ends, int together);
 
   std::span<const Family> all() const { return families_; }
@@ -50,9 +50,9 @@ class Families {
   int first_ = 0, together_ = 1;
   std::span<const int32_t> ends_;
 
-  // Those of a branch lie together, in ascending order.
+  // Members of a branch are contiguous, in ascending order.
   std::vector<int32_t> members_;
-  std::vector<int32_t> length_;  // [requests]: logical page up to which it agrees with its branch's first one
+  std::vector<int32_t> length_;  // [requests]: logical page up to which it agrees with its branch's first
   std::vector<Family> families_;
 };
 

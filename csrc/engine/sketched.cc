@@ -12,14 +12,13 @@ namespace fluxion {
 
 namespace {
 
-// What is attended to exactly is so heavy that what lies below it has this many times the share that may be
-// left, up to a half.
+// Tokens below those attended to exactly may hold this many times the share that may be left, up to a half.
 constexpr float kExactTimes = 4.0f, kExactMost = 0.5f;
-// Of the share that may be left, what pages may have that are not looked at closely.
+// The part of that share that pages skipped by the first look may hold.
 constexpr float kSkippedPart = 0.5f;
-// A page counts as so many of its best token: about what its 16 weigh together.
+// The weight of a page in units of its best token: about the sum of its 16 tokens.
 constexpr float kTokensOfPage = 4.0f;
-// Logits further apart than this are not compared: their weights would not be numbers.
+// Logits further apart than this are not compared, because their weights might not be finite.
 constexpr float kComparable = 60.0f;
 
 int pages_of(const Layer& layer, const Task& task) { return layer.step.middle_tokens(task.request) / kPage; }
@@ -38,7 +37,7 @@ class Choice : public OwnScratch {
     light_.resize(stride_);
   }
 
-  // Into s->pages: those of `pages` that may matter to some head. How many.
+  // Lists in s->pages those of `pages` that may matter to some head. Returns how many.
   int skim(const Layer& layer, const Task& task, const int32_t* pages, int count, float left, Scratch* s) {
     const int G = layer.group, n = rounded(count);
     skim_sketches(layer, task, pages, count, about_.data(), most_.data(), stride_, s);
@@ -68,7 +67,7 @@ class Choice : public OwnScratch {
     return found;
   }
 
-  // What each head chooses among the tokens of s->pages, whose scores become weights.
+  // Each head chooses among the tokens of s->pages, whose scores become weights.
   void choose(const Layer& layer, const Task& task, int count, float left, Scratch* s) {
     const int n = count * kPage;
     const float shares[2] = {left, std::max(left, std::min(kExactTimes * left, kExactMost))};
@@ -118,7 +117,7 @@ class Choice : public OwnScratch {
     return out;
   }
 
-  // Tokens that were chosen without those that are attended to exactly.
+  // The chosen tokens that are not attended to exactly.
   Weighed light(int group, const Scratch* s) const {
     return {pages_.data(),     at_.data(),       light_.data(),    light_pages_,
             rows - exact_rows, s->scores.data(), s->stride(group), unit_};
@@ -128,14 +127,14 @@ class Choice : public OwnScratch {
   bool tiles = false;            // whether whole tiles are attended to, with masks
 
  private:
-  // Of what has this LSE, in the unit's weights.
+  // The weight of this LSE, in units of e^unit.
   static float power(float lse, float unit) { return std::exp(lse - unit); }
 
   int stride_ = 0;  // pages, of one head
   std::vector<float> about_, most_;
-  std::vector<uint16_t> marks_, near_;  // a bit a page: of one head, of all
-  std::vector<uint16_t> kept_, exact_;  // a bit a token, [G][pages]
-  // Pages that have light tokens, where they are among those that were scored, and these tokens.
+  std::vector<uint16_t> marks_, near_;  // one bit a page: of one head, of all
+  std::vector<uint16_t> kept_, exact_;  // one bit a token, [G][pages]
+  // Pages with light tokens, their places among the scored pages, and masks of these tokens.
   std::vector<int32_t> pages_, at_;
   std::vector<uint16_t> light_;
   int light_pages_ = 0;
@@ -165,7 +164,7 @@ std::string Sketched::wrong(const Layer& layer, const Task& task) const {
   return "";
 }
 
-// Of tiles a tenth, or so.
+// Estimate: all sketches and a tenth of the tiles.
 int64_t Sketched::bytes(const Layer& layer, const Task& task) const {
   return pages_of(layer, task) * (layer.shape.sketch_bytes() + layer.shape.tile_bytes() / 10);
 }
@@ -202,7 +201,7 @@ Selection Sketched::select(const Layer& layer, const Task& task, Scratch* s) con
   const int near = choice.skim(layer, task, pages, all, left, s);
   choice.choose(layer, task, near, left, s);
   Selection out = choice.list(layer, near, s);
-  // With 8 bits a row cannot be read without most of its tile.
+  // An 8-bit row cannot be read without most of its tile.
   choice.tiles = shape.dtype == DType::kInt8 || 2 * choice.exact_rows > out.count * kPage;
   out.reads.metadata_bytes =
       all * shape.skimmed_bytes() + near * (shape.sketch_bytes() - shape.skimmed_bytes());

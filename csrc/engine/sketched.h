@@ -10,23 +10,23 @@
 
 namespace fluxion {
 
-// Every head of a group chooses the heaviest tokens of the middle until what it leaves has at most a given
-// share of its attention, residents included. All heads attend to what any of them chose, whatever
-// attend_union says.
+// Every head of a group chooses the heaviest tokens of the middle until the rest has at most a given share of
+// its attention, residents included. All heads attend to the union of the choices, whatever attend_union
+// says.
 //
-// 1. The upper bits of all sketches (KernelTable::skim_sketches) say which pages may matter to some head.
-// 2. Their tokens are scored by all bits of the sketches, and each head chooses.
-// 3. The heaviest of what was chosen is attended to exactly. The others are many and have little attention.
-//    Of these only the values are read: their weights are those of the sketches.
+// 1. The upper bits of all sketches (KernelTable::skim_sketches) tell which pages may matter to some head.
+// 2. Tokens of these pages are scored by all bits of the sketches, and each head chooses.
+// 3. The heaviest chosen tokens are attended to exactly. The others are many and have little attention; only
+//    their values are read, and weighted by their sketch scores.
 //
-// A group that attends to most rows of its tiles exactly, or whose rows cannot be read one by one (8 bits),
-// reads these tiles whole, and attends to all that it chose exactly.
+// A group reads whole tiles, and attends exactly to all chosen tokens, in two cases: it attends exactly to
+// most rows of its tiles, or rows cannot be read one by one (8 bits).
 class Sketched : public TaskKind {
  public:
-  static constexpr int kBlk = -3;  // of its groups; -1 is of lists, -2 of what a device has left
+  static constexpr int kBlk = -3;  // blk of its groups; -1: lists; -2: what a device has left
 
-  // left: [B][H] in [0, 1], the share that may be left; 0: they read everything. memory keeps alive what it
-  // points to.
+  // left: [B][H] in [0, 1], the share of attention that may be left; 0: read everything. memory keeps the
+  // array alive.
   Sketched(const float* left, int64_t batch, int64_t kv_heads, std::shared_ptr<const void> memory)
       : left_(left), batch_(batch), kv_heads_(kv_heads), memory_(std::move(memory)) {}
 

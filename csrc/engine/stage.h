@@ -8,18 +8,18 @@
 
 namespace fluxion {
 
-// One owner runs one stage at a time; any thread may help. A claim is one fetch_add on a word that holds how
-// many chunks there are, so whoever claims late, when the owner has gone on, claims a chunk of the stage that
-// is open then, or none. The owner leaves a stage only when every claimed chunk is done, so fn_ and ctx_
-// change only while nobody has a claim.
+// One owner runs one stage at a time; any thread may help. A claim is one fetch_add on a word that also holds
+// the number of chunks. A late claim, after the owner has gone on, gets a chunk of the stage that is open
+// then, or none. The owner leaves a stage only when every claimed chunk is done, so fn_ and ctx_ change only
+// without claims.
 //
-// Memory is what a chunk needs of the thread that runs it.
+// Memory: the scratch that a chunk uses, of the thread that runs it.
 template <class Memory>
 class alignas(64) Stage {
  public:
-  // body(chunk, memory) for every chunk, in any order and in many threads at once; returns when all are done.
-  // Returns the nanoseconds that the owner did nothing but wait for helpers. Throws what a chunk threw first,
-  // its own or a helper's, when all are done.
+  // Calls body(chunk, memory) for every chunk, in any order and on many threads at once; returns when all are
+  // done. Returns the nanoseconds that the owner only waited for helpers. Throws the first exception of any
+  // chunk, when all are done.
   template <class Body>
   int64_t run(int chunks, Memory* memory, const Body& body) {
     if (chunks == 1) {
@@ -43,7 +43,7 @@ class alignas(64) Stage {
     return waited;
   }
 
-  // Runs chunks of the open stage until none is left; how many.
+  // Runs chunks of the open stage until none is left. Returns how many.
   int help(Memory* memory) {
     int chunks = 0;
     for (int i; (i = claim()) >= 0; ++chunks) {
@@ -55,7 +55,7 @@ class alignas(64) Stage {
 
  private:
   int claim() {
-    // The load spares the owner's cache line what can be spared.
+    // The load avoids needless writes to the owner's cache line.
     if (left(head_.load(std::memory_order_acquire)) <= 0) return -1;
     const uint64_t head = head_.fetch_add(1, std::memory_order_acq_rel);
     return left(head) > 0 ? static_cast<int>(head & UINT32_MAX) : -1;

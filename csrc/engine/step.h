@@ -20,10 +20,10 @@ class Step {
  public:
   Step(const HostPool& pool, int window) : pool_(pool), window_(window) {}
 
-  // Room for so many requests, and pages of the longest. May throw std::bad_alloc, and then has the old room.
+  // Reserves room for this many requests and pages each. May throw std::bad_alloc, and then has the old room.
   void reserve(int requests, int pages);
-  // rows, seq_lens: [batch]; table: [batch][columns] with a row stride in elements. Copies them. There is
-  // room.
+  // Copies rows and seq_lens, [batch], and table, [batch][columns] with a row stride in elements. The room
+  // must be reserved.
   void begin(const int32_t* rows, const int32_t* seq_lens, int batch, const int32_t* table,
              int64_t table_stride, int64_t columns);
   void clear() {
@@ -43,7 +43,7 @@ class Step {
   int middle_tokens(int b) const { return (requests_[b].window_page - sink_pages()) * kPage; }
   bool rows_differ() const { return rows_differ_; }
   int64_t resident_pages() const { return resident_pages_; }  // of all requests
-  const std::string& failure() const { return failure_; }     // of the first request that is not good, or ""
+  const std::string& failure() const { return failure_; }     // of the first bad request, or ""
 
  private:
   const HostPool& pool_;

@@ -10,9 +10,9 @@ struct Task {
   int32_t head;  // KV head
 };
 
-// Bytes that a task read of the middle: of blocks the whole tiles; of single tokens the rows of K and V that
-// some head attends to (of some that sketches find only V). What the tasks of a bundle read together
-// counts for each of them.
+// Bytes of the middle that a task read. Blocks count whole tiles. Single tokens count the K and V rows that
+// some head attends to (V alone for some tokens that sketches find). What a bundle reads together counts for
+// each of its tasks.
 struct Reads {
   int64_t tile_bytes = 0;
   int64_t metadata_bytes = 0;
@@ -22,7 +22,7 @@ struct Reads {
 struct Selection {
   int count = 0;
   bool masked = false;
-  bool near = false;   // a cache has most of it
+  bool near = false;   // most of it is in a cache
   int64_t tokens = 0;  // summed over heads
   Reads reads;
 };
@@ -37,9 +37,9 @@ enum Stat {
   kStatTokensRead,    // summed over heads: what they attended to in the middle
   kStatTileBytes,     // see Reads; what a bundle reads together counts once
   kStatMetadataBytes,
-  kStatSharedTasks,          // that were done in bundles
-  kStatSharedTileBytes,      // that a bundle's tasks had in common: tile_bytes had been so much more without
-  kStatSharedMetadataBytes,  // the same of metadata_bytes
+  kStatSharedTasks,          // done in bundles
+  kStatSharedTileBytes,      // had in common by a bundle's tasks: tile_bytes would be larger by this
+  kStatSharedMetadataBytes,  // the same for metadata_bytes
   kStatCount
 };
 extern const char* const kStatNames;  // comma separated, in the order of Stat

@@ -9,8 +9,8 @@
 
 namespace fluxion {
 
-// What the classes of this file synchronise with. test/fuzz has another, whose every access is a point where
-// its scheduler may go on with another thread.
+// The synchronisation types of this file. test/fuzz substitutes its own, whose every access is a point where
+// its scheduler may switch to another thread.
 struct RealThreads {
   template <class T>
   using Atomic = std::atomic<T>;
@@ -18,19 +18,18 @@ struct RealThreads {
 };
 
 enum class Executor : int { kCpu = 0, kTorch = 1, kAny = 2 };
-inline constexpr int kExecutors = 2;  // kAny is none
+inline constexpr int kExecutors = 2;  // kAny is not an executor
 inline constexpr int kLanes = kExecutors + 1;
 inline constexpr const char* kExecutorNames[kLanes] = {"cpu", "torch", "any"};
 
-// Tasks are the numbers 0..count-1, in lanes that follow one another: what is for one executor alone, a lane
-// an executor, then what anyone may take. Their order within a lane is their priority. A lane's head is one
-// word {round, end, next}, so a pop is one fetch_add that tells both which task was taken and of which round:
-// a pop that straddles two layers takes a task of exactly one of them. Each task therefore has one owner, by
-// construction.
+// Tasks are the numbers 0..count-1 in consecutive lanes: one lane for each executor alone, then one for any
+// executor. The order within a lane is the priority. A lane's head is one word {round, end, next}, so a pop
+// is one fetch_add that tells both task and round. A pop that straddles two layers takes a task of exactly
+// one of them. So each task has one owner.
 //
 // The owner holds a claim (round and task in one number) and moves the task's state ready -> claimed -> done;
-// every step compares the round. After a time-out what is not done becomes "void", and a claim of an earlier
-// round, or of a void task, is refused for ever: a late delivery cannot touch a later layer.
+// every step compares the round. After a time-out, unfinished tasks become void. A claim of an earlier round
+// or of a void task is always refused: a late delivery cannot touch a later layer.
 template <class Sync>
 class BasicTaskQueue {
   template <class T>
@@ -39,7 +38,7 @@ class BasicTaskQueue {
  public:
   static constexpr int kBits = 18;
   static constexpr int64_t kTaskMask = (int64_t{1} << kBits) - 1;
-  // Room for one pop past the end by every thread there can be, so that `next` never carries into `end`.
+  // Room for one pop past the end by every possible thread, so that `next` never carries into `end`.
   static constexpr int64_t kMaxTasks = kTaskMask - 4096;
 
   void reserve(int64_t tasks) {
@@ -48,7 +47,7 @@ class BasicTaskQueue {
     capacity_ = tasks;
   }
 
-  // lanes: how many tasks each has, together at most what is reserved. Single threaded, while closed.
+  // lanes: tasks of each lane, together at most what is reserved. Single-threaded, while closed.
   void open(const std::array<int, kLanes>& lanes) {
     round_ = round_ == kRoundMask ? 1 : round_ + 1;
     count_ = 0;
@@ -63,12 +62,12 @@ class BasicTaskQueue {
     }
   }
 
-  // After it no pop succeeds. Single threaded.
+  // Afterwards every pop fails. Single-threaded.
   void close() {
     for (Head& head : heads_) head.word.store(round_ << (2 * kBits), std::memory_order_release);
   }
 
-  // The claim of the next task of this executor's own, else of those for anyone, or -1. Any thread.
+  // Claims the next task of the executor's own lane, else of the common one; -1 if none. Any thread.
   int64_t pop(Executor executor) {
     const int64_t own = pop(executor, executor);
     return own >= 0 ? own : pop(Executor::kAny, executor);
@@ -76,8 +75,8 @@ class BasicTaskQueue {
 
   static int task_of(int64_t claim) { return static_cast<int>(claim & kTaskMask); }
 
-  // Whether the claim still holds, and whose it is. To be called, with finish(), under the lock that revoke()
-  // takes; native workers, which run only while nothing is revoked, need neither.
+  // Whether the claim still holds, and whose it is. Call this and finish() under the lock that revoke()
+  // takes. Native workers need no lock, because nothing is revoked while they run.
   bool holds(int64_t claim, Executor* executor) const {
     if (claim < 0 || task_of(claim) >= capacity_) return false;
     const uint64_t seen = state_[task_of(claim)].load(std::memory_order_acquire);
@@ -86,7 +85,7 @@ class BasicTaskQueue {
     return true;
   }
 
-  // The result of a claim that holds is written (or its failure recorded).
+  // Marks the task of a claim that holds as done, after its result or failure was recorded.
   void finish(int64_t claim) {
     Atomic<uint64_t>& state = state_[task_of(claim)];
     state.store((state.load(std::memory_order_relaxed) & ~uint64_t{15}) | kDone, std::memory_order_release);
@@ -95,8 +94,8 @@ class BasicTaskQueue {
 
   bool all_done() const { return done_.load(std::memory_order_acquire) == count_; }
 
-  // Takes task i away from whoever has it, or has to come for it. True when it was taken, false when it is
-  // done. Only while no native worker runs, and under the lock.
+  // Takes task i from its owner or from the queue. Returns false if it is done already. Only while no native
+  // worker runs, and under the lock.
   bool revoke(int i, Executor* executor) {
     uint64_t seen = state_[i].load(std::memory_order_acquire);
     while ((seen & 15) == kReady || (seen & 15) == kClaimed) {
@@ -110,7 +109,7 @@ class BasicTaskQueue {
   }
 
   int count() const { return count_; }
-  // The executor that did task i of the last round; -1 when nobody finished it.
+  // The executor that did task i of the last round; -1 if it was not finished.
   int owner(int i) const {
     const uint64_t seen = state_[i].load(std::memory_order_acquire);
     return (seen & 15) == kDone ? static_cast<int>(executor_of(seen)) : -1;
@@ -127,7 +126,7 @@ class BasicTaskQueue {
   // Claims the next task of one lane; -1 when there is none.
   int64_t pop(Executor lane, Executor executor) {
     Atomic<uint64_t>& word = heads_[static_cast<int>(lane)].word;
-    // The load keeps the end bits safe from an idle executor that polls: next never runs far past the end.
+    // Without the load, an executor that polls could push next far past the end, into the end bits.
     uint64_t head = word.load(std::memory_order_acquire);
     if (next_of(head) >= end_of(head)) return -1;
     head = word.fetch_add(1, std::memory_order_acq_rel);
@@ -144,7 +143,7 @@ class BasicTaskQueue {
 
   static uint64_t next_of(uint64_t head) { return head & kTaskMask; }
   static uint64_t end_of(uint64_t head) { return head >> kBits & kTaskMask; }
-  // State word: round, executor (4 bits; of a ready task its lane), state (4 bits).
+  // State word: round, executor (4 bits; the lane of a ready task), state (4 bits).
   static uint64_t pack(uint64_t round, Executor executor, State state) {
     return round << 8 | static_cast<uint64_t>(executor) << 4 | state;
   }
@@ -160,7 +159,7 @@ class BasicTaskQueue {
 
 using TaskQueue = BasicTaskQueue<RealThreads>;
 
-// The three moves by which executors with threads of their own, and whoever takes their tasks away, meet:
+// How executors with threads of their own claim and finish tasks, and how unfinished tasks are revoked: all
 // under one lock.
 
 template <class Queue, class Mutex>
@@ -169,7 +168,7 @@ int64_t claim_next(Queue& queue, Mutex& mutex, Executor executor) {
   return queue.pop(executor);
 }
 
-// A claim's end, with a result or a failure: write(task, executor), if the claim still holds; whether it did.
+// Ends a claim with a result or a failure: write(task, executor), if the claim still holds. Returns whether.
 template <class Queue, class Mutex, class Write>
 bool settle(Queue& queue, Mutex& mutex, int64_t claim, Write write) {
   const std::lock_guard lock(mutex);
@@ -180,7 +179,7 @@ bool settle(Queue& queue, Mutex& mutex, int64_t claim, Write write) {
   return true;
 }
 
-// Takes every task that is not done from whoever has it: lost(task, executor). While no native worker runs.
+// Revokes every unfinished task: lost(task, executor). Only while no native worker runs.
 template <class Queue, class Mutex, class Lost>
 void revoke_rest(Queue& queue, Mutex& mutex, Lost lost) {
   const std::lock_guard lock(mutex);

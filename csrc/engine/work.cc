@@ -15,7 +15,7 @@ void Engine::work(int worker) {
   const int64_t start = now_ns();
   for (int i; (i = next_item_.fetch_add(1, std::memory_order_relaxed)) < items_;)
     attempt(layer_.task(i), nullptr, [&] { resident_item(layer_.task(i), scratch); });
-  // Before the first pop: whoever finds the queue dry then knows of all who have a task.
+  // Before the first pop: a worker that finds the queue empty must know of all who have a task.
   owners_.fetch_add(1, std::memory_order_relaxed);
   for (int64_t claim; (claim = queue_.pop(Executor::kCpu)) >= 0;) {
     const Task& task = tasks_[TaskQueue::task_of(claim)];
@@ -33,7 +33,7 @@ void Engine::lose(int request, const std::exception_ptr& corrupt) {
   corrupt_[request] = corrupt;
 }
 
-// Until no task that is begun can open a stage any more.
+// Helps until no running task can open a stage any more.
 void Engine::help(int worker) {
   constexpr int kPauses = 16;  // about a microsecond between two rounds of looks
   const int workers = static_cast<int>(scratch_.size());
@@ -52,7 +52,7 @@ void Engine::help(int worker) {
   }
 }
 
-// Where residents() did both, the item only takes its turn in the merge.
+// If residents() did both, the item only takes its turn in the merge.
 void Engine::resident_item(const Task& task, Scratch* scratch) {
   if (skip_[task.request]) return;
   if (!held_) {
@@ -63,7 +63,7 @@ void Engine::resident_item(const Task& task, Scratch* scratch) {
   part_done(task);
 }
 
-// A bundle is done in its first task's; the others' are empty.
+// A bundle is done with its first task; its other tasks do nothing.
 void Engine::run_task(const Task& task, Scratch* scratch) {
   const int at = layer_.index(task);
   if (const Bundle* bundle = bundles_.of(at)) {
@@ -89,7 +89,7 @@ void Engine::task_done(const Task& task, const Selection& chosen, Scratch* scrat
   part_done(task);
 }
 
-// The later of a group's resident item and task merges the two. A device merges for itself.
+// The later of a group's resident item and task merges the two. A device does its own merge.
 void Engine::part_done(const Task& task) {
   if (layer_.to.on_device()) return;
   if (waits_[layer_.index(task)].fetch_sub(1, std::memory_order_acq_rel) == 1) merge(task);

@@ -64,7 +64,7 @@ void engine_step(EngineRef engine, TensorView rows, TensorView seq_lens, TensorV
   });
 }
 
-// An object of the C ABI, whose tensors the caller keeps.
+// An object of the C ABI. The caller keeps its tensors alive.
 class AttentionLayerObj : public ffi::Object {
  public:
   explicit AttentionLayerObj(const AttentionLayer& l) : layer(l) {}
@@ -177,7 +177,7 @@ void engine_plan_step(EngineRef ref, PlanRef plan, bool looks) {
   ref->engine->plan_step(plan->plan, looks);
 }
 
-// A layer of any number of steps of as many requests as q has, by the step's plan.
+// A layer by the step's plan, for any number of steps of as many requests as q has.
 void program_attention(Program program, EngineRef ref, AttentionLayerRef at, TensorView q, TensorView k,
                        TensorView v, TensorView out) {
   const int64_t batch = q.size(0);
@@ -195,7 +195,7 @@ void engine_layer_finish(EngineRef ref) {
   guarded([&] { ref->engine->finish(); });
 }
 
-// Of the last layer: a line "request<tab>sentence" for each request that read corrupt memory.
+// For the last layer: a line "request<tab>sentence" for each request that read corrupt memory.
 ffi::String engine_corrupt(EngineRef ref) {
   return guarded([&] {
     std::string out;

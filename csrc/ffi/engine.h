@@ -22,7 +22,7 @@ class EngineRef : public ffi::ObjectRef {
   TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(EngineRef, ffi::ObjectRef, EngineObj);
 };
 
-// Raises unless the plan is of the engine's step.
+// Raises unless the plan is for the engine's step.
 void check_plan(const Engine& engine, const LayerPlan& plan);
 
 }  // namespace fluxion

@@ -1,4 +1,4 @@
-// The C ABI of what this process may use of the machine.
+// The C ABI: what this process may use of the machine.
 #include <exception>
 #include <filesystem>
 #include <sstream>
@@ -27,7 +27,7 @@ std::string quoted(const std::string& text) {
   return out + "\"";
 }
 
-// With the instruction sets that the CPU runs, and the one in use.
+// Includes the instruction sets that the CPU runs, and the one in use.
 std::string topology_json(const Topology& t) {
   std::ostringstream out;
   out << "{\"cores\":";

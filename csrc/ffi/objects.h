@@ -1,4 +1,4 @@
-// What the files of the C ABI share: its objects, and checks of tensors that belong to a pool.
+// Shared by the files of the C ABI: its objects, and checks of tensors that belong to a pool.
 #pragma once
 
 #include <tvm/ffi/optional.h>
@@ -51,9 +51,9 @@ inline TokenView token_view(const HostPool& pool, const TensorView& t, const cha
   return {data<char>(t), t.stride(0) * s.element(), t.stride(1) * s.element()};
 }
 
-inline constexpr double kMostCap = 1e9;  // what is larger caps nothing
+inline constexpr double kMostCap = 1e9;  // a larger cap would have no effect
 
-// A logit a query head, or nothing.
+// A logit for each query head, or nullptr.
 inline const float* sinks_of(const ffi::Optional<TensorView>& sinks, int64_t q_heads) {
   if (!sinks.has_value()) return nullptr;
   expect(*sinks, "sinks", kFloat32, {q_heads}, 1);
@@ -69,7 +69,7 @@ inline Scale scale_of(double factor, double cap) {
   return {static_cast<float>(factor), static_cast<float>(cap)};
 }
 
-inline constexpr int64_t kMostResidents = 1 << 30;  // tokens: beyond what slots are counted in
+inline constexpr int64_t kMostResidents = 1 << 30;  // tokens; more do not fit slot counts
 
 // Windows of one layer as the engine has them: [kv_heads, rows * slot pages, 2, 16, D].
 inline WindowView window_view(const HostPool& pool, const TensorView& t, int64_t sinks, int64_t window) {

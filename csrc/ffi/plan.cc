@@ -11,8 +11,8 @@ namespace {
 using ffi::Optional;
 using ffi::Tensor;
 
-// Whoever made the plan keeps its tensors alive: one that is made for every layer has no time to count
-// references.
+// The caller keeps the plan's tensors alive: a plan may be made for every layer, which leaves no time to
+// count references.
 PlanRef plan_create(TensorView blk, TensorView budget, TensorView value, Optional<TensorView> owner,
                     Optional<ffi::Array<TaskKindRef>> kinds) {
   expect(blk, "blk", kInt32, {-1, -1}, 2);

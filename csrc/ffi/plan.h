@@ -1,4 +1,4 @@
-// Plans and what they bring along, as objects of the C ABI.
+// Plans and their kinds of tasks, as objects of the C ABI.
 #pragma once
 
 #include <tvm/ffi/optional.h>
@@ -38,7 +38,7 @@ class PlanRef : public ffi::ObjectRef {
   TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(PlanRef, ffi::ObjectRef, PlanObj);
 };
 
-// Tensors that somebody points into, kept alive.
+// Keeps tensors alive for an object that points into them.
 inline std::shared_ptr<const void> keep(std::vector<ffi::Tensor> tensors) {
   return std::make_shared<std::vector<ffi::Tensor>>(std::move(tensors));
 }

@@ -1,5 +1,5 @@
-// The C ABI of workers and pool. Argument checks live here: what the classes below it receive has the right
-// shape and dtype.
+// The C ABI of workers and pool. Arguments are checked here: the classes below receive the right shapes and
+// dtypes.
 #include "runtime/pool.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@ PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t he
 
 int64_t abi_version() { return kAbiVersion; }
 
-// spin_us: that idle ones wait for work; below 0: what is best where the CPU is the device.
+// spin_us: how long idle workers wait for work before they sleep; below 0: kIdleSpinNs.
 Workers workers_create(int64_t n, TensorView cores, int64_t spin_us, bool pinned) {
   expect(cores, "cores", kInt32, {-1}, 1);
   return guarded([&] {
@@ -72,7 +72,7 @@ Pool pool_create(Workers workers, int64_t layers, int64_t kv_heads, int64_t page
   });
 }
 
-// out: [2], reads that were checked, and mismatches.
+// out: [2]: checked reads, and mismatches.
 void pool_canary_counts(Pool pool, TensorView out) {
   expect(out, "out", kInt64, {2}, 1);
   const Canary* canary = pool->pool->canary();
@@ -80,7 +80,7 @@ void pool_canary_counts(Pool pool, TensorView out) {
   data<int64_t>(out)[1] = canary == nullptr ? 0 : canary->mismatches();
 }
 
-// A line for each of the first `most` mismatches. checked: [1], how much there was to check.
+// Returns a line for each of the first `most` mismatches. checked: [1], how much was checked.
 ffi::String pool_sweep(Pool pool, int64_t most, TensorView checked) {
   expect(checked, "checked", kInt64, {1}, 1);
   const Canary* canary = pool->pool->canary();
@@ -97,7 +97,7 @@ ffi::String pool_sweep(Pool pool, int64_t most, TensorView checked) {
 
 ffi::String pool_isa(Pool pool) { return ffi::String(pool->pool->kernels().isa); }
 
-// A tensor over the pool's memory, which lives as long as the tensor.
+// A tensor over the pool's memory, which it keeps alive.
 struct PoolMemory {
   std::shared_ptr<HostPool> pool;
   void* at;
@@ -115,7 +115,7 @@ ffi::Tensor pool_tensor(Pool pool_ref, ffi::String name_ref, int64_t layer) {
     return ffi::Tensor::FromNDAlloc(PoolMemory{pool_ref->pool, at},
                                     ffi::ShapeView(shape.begin(), shape.size()), dtype, DLDevice{kDLCPU, 0});
   };
-  if (name == "memory") {  // whole small pages: what follows the last byte belongs to the mapping
+  if (name == "memory") {  // whole small pages: bytes after the last belong to the mapping
     const HostMemory& memory = pool.memory();
     return view(memory.data(), {round_up(memory.bytes(), kSmallPage)}, DLDataType{kDLUInt, 8, 1});
   }

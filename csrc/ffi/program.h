@@ -1,4 +1,4 @@
-// Layers of a model in a row, as an object of the C ABI.
+// A sequence of model layers, as an object of the C ABI.
 #pragma once
 
 #include <functional>
@@ -9,11 +9,11 @@
 
 namespace fluxion {
 
-// Steps in their order. The tensors of a step are the caller's to keep.
+// Steps in order. The caller keeps their tensors alive.
 class ProgramObj : public ffi::Object {
  public:
   explicit ProgramObj(ffi::ObjectRef of) : layers(std::move(of)) {}
-  ffi::ObjectRef layers;  // what computes those of the model (model/ffi.cc)
+  ffi::ObjectRef layers;  // computes the model's layers (model/ffi.cc)
   std::vector<std::function<void()>> steps;
   static constexpr bool _type_mutable = true;
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Program", ProgramObj, ffi::Object);

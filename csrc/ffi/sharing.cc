@@ -11,7 +11,7 @@
 namespace fluxion {
 namespace {
 
-// Of each request the number of its family, or -1, and the logical page where what it shares ends.
+// For each request: the number of its family, or -1, and the logical page where its shared part ends.
 void families_of(TensorView table, TensorView ends, int64_t first, int64_t together, TensorView out) {
   expect(ends, "ends", kInt32, {-1}, 1);
   const int64_t B = ends.size(0);

@@ -72,8 +72,7 @@ inline std::string shape_text(const std::vector<int64_t>& shape) {
   return out + "]";
 }
 
-// For a sentence. DLDataTypeToString throws for types that it has no name for, and Raise cannot be
-// interrupted.
+// For error sentences. DLDataTypeToString throws for types without a name, and Raise cannot be interrupted.
 inline std::string dtype_text(DLDataType dtype) {
   try {
     return ffi::DLDataTypeToString(dtype);
@@ -106,7 +105,7 @@ inline void expect_form(const TensorView& t, const char* name, DLDataType dtype,
   }
 }
 
-// The same of a tensor in host memory.
+// The same for a tensor in host memory.
 inline void expect(const TensorView& t, const char* name, DLDataType dtype,
                    std::initializer_list<int64_t> want, int dense) {
   expect_form(t, name, dtype, want, dense);
@@ -116,7 +115,7 @@ inline void expect(const TensorView& t, const char* name, DLDataType dtype,
   }
 }
 
-// A number from Python as an int. One that no int holds stays one that is refused: cut to 32 bits, it could
+// A number from Python as an int. A number out of range becomes one that is refused: cut to 32 bits, it could
 // be another layer or row.
 inline int narrow(int64_t number) { return static_cast<int>(std::clamp<int64_t>(number, -1, INT32_MAX)); }
 

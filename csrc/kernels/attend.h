@@ -13,23 +13,22 @@
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// Where heads take turns, all of them go through so many tiles before the next ones are begun. These stay in
-// the second nearest cache meanwhile, together with those that are fetched; the more there are, the more
-// often heads find several to go through side by side.
+// When parties take turns, all of them go through this many tiles before the next tiles begin. The tiles stay
+// in the L2 cache meanwhile, together with prefetched ones. With more tiles a head more often has several to
+// go through side by side.
 inline constexpr int kTurnBytes = 128 << 10;
 inline constexpr int kMaxTurnPages = 32;
 
-// Heads go through a tile in parties of a power of two, which idle heads may fill up: a tile is read from
-// memory for the first party, and the less often the others take turns the better. Where every head of a
-// party wants all tokens of a tile, the party attends to it as a whole (attend_tiles.h), elsewhere each head
-// to its own tokens (attend_part.h); of Int8 both are in attend_int8.h. Values: how these are summed up
-// (simd/mix.h).
+// Heads go through a tile in parties of a power of two, filled up with idle heads. A tile is read from memory
+// for the first party, and few turns of the others are best. If every head of a party wants all tokens of a
+// tile, the party attends to it as a whole (attend_tiles.h). Otherwise each head attends to its own tokens
+// (attend_part.h). For Int8 both are in attend_int8.h. Values: how values are summed (simd/mix.h).
 template <class T, class Values, int kD>
 struct Attention {
   using Query = typename Dot<T>::Query;
   // Whether a token can be read without the others of its tile.
   static constexpr bool kByTokens = sizeof(T) != sizeof(Int8);
-  // Tiles that lie side by side for kHeads heads.
+  // Tiles that are read side by side for kHeads heads.
   template <int kHeads>
   static constexpr int kSide = kByTokens || kRegisters < 32 ? kTilesTogether<kHeads> : 4;
   static constexpr int kMaxParties = kMaxHeads;
@@ -39,15 +38,15 @@ struct Attention {
     int first;
     int count;  // heads that are not idle
     int heads;
-    int place;  // of the first one, in queries and out
+    int place;  // of the first head, in queries and out
   };
 
   int D, G;
   float cap;  // of logits (Scale)
   const T* tiles;
   const int32_t* pages;
-  int known;        // pages that are listed: those to attend to, and those that follow
-  float* page_lse;  // [.][G] what pages weigh by themselves; nullptr: nobody asks
+  int known;        // listed pages: those to attend to, and those that follow
+  float* page_lse;  // [.][G]: LSE of each page alone; nullptr: not wanted
   int parties = 0;
   Party party[kMaxParties];
   alignas(64) float top[kMaxParties][kLanes];
@@ -87,11 +86,11 @@ struct Attention {
     }
   }
 
-  // Parties of as many heads as fit. Where there are more heads than that, they are of several requests,
-  // whose heads mostly want the same of every page: such heads keep to themselves, so that their party has
-  // few tiles to attend to by part.
+  // Forms parties of as many heads as fit. With more heads than that, they are of several requests, and the
+  // heads of one request mostly want the same tokens of every page. Such heads form a party of their own, so
+  // that it attends to few tiles by part.
   void form_parties(const uint16_t* masks, int n) {
-    uint16_t apart[kMaxHeads + 1] = {};  // not 0: the head wants something else than the one before it
+    uint16_t apart[kMaxHeads + 1] = {};  // not 0: the head wants other tokens than the one before
     for (int64_t i = 0; masks && G > kHeadsTogether && i < n; ++i) {
       for (int g = 1; g < G; ++g) apart[g] |= masks[i * G + g] ^ masks[i * G + g - 1];
     }
@@ -100,7 +99,7 @@ struct Attention {
       const int most = smaller(G - g, kHeadsTogether);
       int count = 1;
       while (count < most && !apart[g + count]) ++count;
-      // Heads that want something else than their neighbours go as they come.
+      // Heads that differ from their neighbours are taken in order.
       while (apart[g + 1] && count < most && apart[g + count] && apart[g + count + 1]) ++count;
       int heads = kHeadsTogether;
       while (heads / 2 >= count) heads /= 2;
@@ -115,7 +114,7 @@ struct Attention {
     return {top[p], total[p], used[p], out + party[p].place * dim(), party[p].heads, factor[p], cap};
   }
 
-  // For page i and the heads of party p.
+  // Where the LSE of page i goes for the heads of party p.
   float* alone(int p, int i) const {
     return page_lse == nullptr ? nullptr : page_lse + i * static_cast<int64_t>(G) + party[p].first;
   }
@@ -133,8 +132,8 @@ struct Attention {
     run.template operator()<1>();
   }
 
-  // A multiple of the rows that are read together, and less than a tile: of the next one the same places are
-  // bad ones (simd/pace.h).
+  // A multiple of the rows that are read together, and less than a tile: in the next tile the same distances
+  // are bad (simd/pace.h).
   template <int kTiles>
   static int rows_ahead(int D) {
     constexpr int kTogether = 4, kMost = 2 * kPage * 3 / 4;
@@ -142,7 +141,7 @@ struct Attention {
     return rows < kTogether ? kTogether : smaller(rows, kMost) / kTogether * kTogether;
   }
 
-  // All of the first n pages, for a single party. near: a cache has them.
+  // Attends to all tokens of the first n pages, for a single party. near: a cache has the pages.
   void add_pages(int n, bool near) {
     with_heads(party[0].heads, [&]<int kHeads>() {
       constexpr int kTiles = kSide<kHeads>;
@@ -177,7 +176,7 @@ struct Attention {
     });
   }
 
-  // Every token of tiles side by side.
+  // Attends to every token of tiles side by side.
   template <int kTiles, int kHeads, int kGap = Pace<kTiles>::kGaps[0]>
   void add_tiles(const Query* q, const TileRows<T, kTiles>& rows, const HeadStates& to, const PageLse& note) {
     if constexpr (kByTokens) {
@@ -187,7 +186,7 @@ struct Attention {
     }
   }
 
-  // Of a tile, what each head wants.
+  // Attends to the tokens of a tile that each head wants.
   template <int kHeads>
   void add_part(const Query* q, const T* tile, const uint16_t* mask, int count, const HeadStates& to,
                 const PageLse& note) {
@@ -220,14 +219,14 @@ struct Attention {
       const int to = smaller(i + turn_pages(), end);
       look_ahead(to, masks ? end : known, masks, &ahead);
       for (int p = 0; p < parties; ++p) {
-        // Every party fetches its share of what comes next.
+        // Every party prefetches its share of the next turn.
         ahead.limit = (ahead.count * (p + 1) + parties - 1) / parties;
         with_heads(party[p].heads, [&]<int kHeads>() { add_turn<kHeads>(p, i, to, masks, &ahead); });
       }
     }
   }
 
-  // The tiles of the turn that comes next.
+  // The tiles of the next turn.
   struct Ahead {
     const T* tiles[kMaxTurnPages];
     int count = 0, taken = 0, limit = kMaxTurnPages;
@@ -235,8 +234,8 @@ struct Attention {
     const T* take() { return taken < smaller(count, limit) ? tiles[taken++] : nullptr; }
   };
 
-  // Lists the tiles of one turn from page `first` on. Tiles of which little is wanted are not listed: the
-  // rows that are wanted are fetched.
+  // Lists the tiles of one turn from page `first` on. A tile with few wanted tokens is not listed: its wanted
+  // rows are prefetched instead.
   void look_ahead(int first, int end, const uint16_t* masks, Ahead* to) const {
     *to = Ahead{};
     for (int i = first; i < smaller(first + turn_pages(), end); ++i) {
@@ -320,7 +319,7 @@ void attend_with(const Model<T>* q, int G, int D, Scale scale, const void* tiles
                  const uint16_t* masks, int n, int ahead, bool near, float* o, float* lse, float* page_lse) {
   Attention<T, Values, kD> attention(q, G, D, scale, tiles, pages, masks, n, ahead, page_lse);
   for (int64_t i = 0; page_lse && i < static_cast<int64_t>(n) * G; ++i) page_lse[i] = kNegInf;
-  // Up to the first page of which some head does not want everything there are no masks to look at.
+  // Pages before the first one with a masked token need no masks.
   int plain = n;
   for (int64_t i = 0; masks && i < static_cast<int64_t>(n) * G; ++i) {
     if (masks[i] != kAllTokens) {
@@ -338,13 +337,13 @@ void attend_with(const Model<T>* q, int G, int D, Scale scale, const void* tiles
 }
 
 #if defined(FLUXION_MATRIX_UNIT) || defined(FLUXION_PAIR_PRODUCTS)
-// As attend, but false if it has to be done in another way.
+// As attend, but returns false if the work has to be done in another way.
 template <class Way, class T>
 bool attend_by(const BF16* q, int G, int D, Scale scale, const T* tiles, const int32_t* pages,
                const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
   for (int64_t i = 0; page_lse && i < static_cast<int64_t>(n) * G; ++i) page_lse[i] = kNegInf;
   if constexpr (sizeof(T) == sizeof(Int8)) {
-    // So many heads wait for arithmetic: a tile is unpacked once for all of them.
+    // With this many heads, arithmetic takes longer than memory: a tile is unpacked once for all of them.
     constexpr int kMost = 8;
     Unpacked<kMost> room(D);
     Way attention({q, G, D, scale, room.tiles(), room.pages(), masks, 0, 0, page_lse});
@@ -387,7 +386,7 @@ void attend_dim(const Model<T>* q, int G, int D, Scale scale, const void* tiles,
       return;
   }
 #endif
-  // More heads than a group has are of several requests.
+  // More heads than a group can have are of several requests.
   const auto run =
       G > kMaxGroup ? attend_with<T, typename ManyHeads<T>::Values, kD> : attend_with<T, Mix<T>, kD>;
   run(q, G, D, scale, tiles, pages, masks, n, ahead, near, o, lse, page_lse);
@@ -401,7 +400,7 @@ void attend_listed(const void* q, int G, int D, Scale scale, const void* tiles, 
   const auto run = [&]<int kD>() {
     attend_dim<T, kD>(queries, G, D, scale, tiles, pages, masks, n, ahead, near, o, lse, page_lse);
   };
-  // A lane alone gains nothing from a known size, and is for reference.
+  // The scalar ISA gains nothing from a known size, and is for reference.
   if constexpr (kLanes > 1) {
     if (D == 64) return run.template operator()<64>();
     if (D == 128) return run.template operator()<128>();

@@ -1,5 +1,5 @@
-// The attention kernels of KernelTable. They take most of the compiler's time, so that each stored type has a
-// file of its own, attend_*.cc: these are all that one file of an instruction set takes from another.
+// The attention kernels of KernelTable. They dominate compile time, so each stored type has a file of its
+// own, attend_*.cc. The files of an instruction set share only these declarations.
 #pragma once
 
 #include "kernels/table.h"

@@ -3,25 +3,25 @@
 #include "kernels/attend_tiles.h"
 #include "kernels/int8.h"
 
-// The same softmax over tiles of Int8, by products of integers: one instruction multiplies two elements of
-// kLanes keys, or kLanes elements of four values, as they lie in a tile (DType, kernels/table.h). So no sum
-// is taken across lanes, and nothing is brought into another order.
+// The same softmax over tiles of Int8, by integer products. One instruction multiplies two elements of kLanes
+// keys, or kLanes elements of four values, as they lie in a tile (DType, kernels/table.h). So nothing is
+// summed across lanes or reordered.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// What is fetched while tiles are read: line after line of all of them, `ahead` rows on.
+// Prefetches while tiles are read: line after line of all tiles, `ahead` rows in advance.
 template <int kTiles, int kGap>
 class Int8Fetch {
  public:
   Int8Fetch(const TileRows<Int8, kTiles>& tiles, int D) : ahead_(tiles.ahead * D), end_(2 * kPage * D) {
     for (int s = 0; s < kTiles; ++s) {
       now_[s] = tiles.now[s];
-      // Where nothing follows, what is there already.
+      // Without a next tile, the present one is prefetched again.
       next_[s] = tiles.next[s] != nullptr ? tiles.next[s] : tiles.now[s];
     }
   }
 
-  // Up to byte `to` of what is read, a multiple of a line.
+  // Prefetches for reads up to byte `to`, a multiple of a line.
   void until(int to) {
     for (; at_ < to; at_ += kLine) {
       const bool here = at_ + ahead_ < end_;
@@ -39,9 +39,9 @@ class Int8Fetch {
   Spaced spaced_;
 };
 
-// Vectors of sums that are kept in registers at a time.
+// Vectors of sums that are in registers at a time.
 inline constexpr int kWordSums = kRegisters / 2;
-// Vectors that have the tokens of a tile.
+// Vectors that hold the tokens of a tile.
 inline constexpr int kTokenVecs = kPage / kLanes;
 
 // sums[(s * kTokenVecs + v) * kHeads + h] = q_h . keys of tile s, unscaled.
@@ -78,7 +78,7 @@ inline void score_words(const int16_t* q, const TileRows<Int8, kTiles>& tiles, i
   }
 }
 
-// Of the bytes of a tile, what is fetched between keys and values.
+// Rows that are prefetched during the softmax, between keys and values.
 inline constexpr int kSoftmaxRows = 4;
 
 // out_h += units[h] * sum over tokens and tiles of weight * value; weights[(s * kHeads + h) * kPage + t].
@@ -88,7 +88,7 @@ inline void add_weighted(const uint8_t* weights, const float* units, const TileR
   constexpr int kTokens = kInt8Values;
   constexpr int kMost = kWordSums / kHeads;
   const int D = kD ? kD : head_dim;
-  const int read = (kPage + kSoftmaxRows) * D / kLine * kLine;  // and what is in the softmax
+  const int read = (kPage + kSoftmaxRows) * D / kLine * kLine;  // and prefetched during the softmax
   const auto add_at = [&]<int kVecs>(int first) {
     Vec total[kHeads * kVecs];
 #pragma GCC unroll 16
@@ -135,7 +135,7 @@ inline void add_weighted(const uint8_t* weights, const float* units, const TileR
   down_to.template operator()<1>();
 }
 
-// Of vectors of kHeads heads, combined: lane i is of head i % kHeads.
+// Combines vectors of kHeads heads: lane i of the result belongs to head i % kHeads.
 template <int kHeads, class Combine>
 inline Vec fold_heads(Vec (&of)[kHeads], const Combine& combine) {
   if constexpr (kHeads >= 2) {
@@ -160,16 +160,16 @@ inline Vec fold_heads(Vec (&of)[kHeads], const Combine& combine) {
   return of[0];
 }
 
-// masks: of the first `count` heads and the only tile; the others attend to nothing. Without masks all of
-// them attend to everything. What no head attends to may be anything: integers are numbers, and its scales
-// are not used.
+// masks: of the first `count` heads and the only tile; the other heads attend to nothing. Without masks all
+// heads attend to all tokens. A token that no head attends to may hold anything: integers are always numbers,
+// and its scales are not used.
 template <int kD, int kTiles, int kHeads, bool kMasked = false, int kGap = Pace<kTiles>::kGaps[0]>
 [[gnu::noinline]] void attend_int8(const int16_t* q, const TileRows<Int8, kTiles>& tiles,
                                    const uint16_t* masks, int count, int head_dim, const HeadStates& state,
                                    const PageLse& page_lse) {
   constexpr int kVecs = kTiles * kTokenVecs;
-  // Weights, times the scales of values, become integers of 8 bits: at most 1/510 of the largest of these
-  // tiles off. Those under kLeast are lost.
+  // Weights times the scales of values become 8-bit integers, with an error of at most 1/510 of the largest
+  // product of these tiles. Products below kLeast are lost.
   constexpr float kMost = 255.0f, kLeast = 1e-35f;
   const auto larger = [](Vec a, Vec b) { return max(a, b); };
   const auto sum_of = [](Vec a, Vec b) { return add(a, b); };
@@ -195,7 +195,7 @@ template <int kD, int kTiles, int kHeads, bool kMasked = false, int kGap = Pace<
 #pragma GCC unroll 16
     for (int i = 0; i < kVecs; ++i) {
       const Vec products = mul(floats_of(scores[i * kHeads + h]), scales[i]);
-      // Bounded, an overflow to +inf stays a number; NaN stays NaN and is passed over by the maximum.
+      // Bounded, an overflow to +inf stays a number; NaN stays NaN, and the maximum ignores it.
       const Vec x = min(set1(kMaxFloat), logits(products, factor, state.cap));
       scores[i * kHeads + h] = kMasked ? keep(wanted(h, i % kTokenVecs), x, set1(kNegInf)) : x;
       of[h] = max(scores[i * kHeads + h], of[h]);
@@ -241,7 +241,7 @@ template <int kD, int kTiles, int kHeads, bool kMasked = false, int kGap = Pace<
   const Vec largest = max(max_by_period<kHeads>(fold_heads(most, larger)), set1(kLeast));
   store(units, mul(largest, set1(1.0f / kMost)));
   for (int h = 0; h < kHeads; ++h) inverse[h] = 1.0f / units[h];
-  // Where a value is no number all weights become 0, and their sum times infinity is none, either.
+  // If a value is not finite, the weights become 0 and the unit infinite: their product is NaN.
   for (int h = 0; no_numbers != 0 && h < kHeads; ++h) {
     if (no_numbers >> h & 1) units[h] = -kNegInf, inverse[h] = 0.0f;
   }

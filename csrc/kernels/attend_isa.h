@@ -1,4 +1,4 @@
-// Included once by each attend_*.cc. A full specialisation is a function like any other: it is not weak.
+// Included once by each attend_*.cc. A full specialisation is an ordinary function: its symbol is not weak.
 #pragma once
 
 // clang-format off

@@ -3,11 +3,11 @@
 #include "kernels/attend_part.h"
 #include "kernels/lanes.h"
 
-// Attention of so many heads that arithmetic takes longer than memory, with a head in every lane. An element
-// pair of a key times those of 16 heads is one instruction, sums across lanes there are none, and every head
-// has seen a tile before the next one is read. Heads are multiplied with the keys of a tile also where they
-// do not want it; values they only get where one of the four that go together does. Meanwhile the next tile
-// is fetched, evenly, whether much of it is wanted or little.
+// Attention for many heads, where arithmetic takes longer than memory, with one head in every lane. One
+// instruction multiplies an element pair of a key with those of 16 heads; nothing is summed across lanes.
+// Every head has processed a tile before the next one is read. The keys of a tile are multiplied with all
+// heads, its values only with quads of heads of which one wants the tile. Meanwhile the next tile is
+// prefetched evenly, whatever share of it is wanted.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
@@ -47,8 +47,8 @@ class LaneAttention : public AttendCall {
     }
   }
 
-  // Writes what `attend` does. Whether every output is a number: if not, what a head has may be of a value
-  // that it did not want, 0 times infinity.
+  // Writes what `attend` does. Returns false if an output is not a number: it may come from a value that the
+  // head did not want, times weight 0.
   bool finish(float* o, float* lse) const {
     Vec zeros = set1(0.0f);
     for (int p = 0; p < parties; ++p) {
@@ -71,7 +71,7 @@ class LaneAttention : public AttendCall {
  private:
   using Values = typename ManyHeads<BF16>::Values;
   static constexpr int kMaxParties = kMaxHeads / kLanes;
-  static constexpr int kQuad = 4;  // heads whose values are summed up together
+  static constexpr int kQuad = 4;  // heads whose values are summed together
 
   // Up to kLanes heads, a lane each.
   struct Party {
@@ -84,18 +84,18 @@ class LaneAttention : public AttendCall {
   int dim() const { return kD ? kD : D; }
   int64_t tile_bytes() const { return 2 * kPage * dim() * static_cast<int64_t>(sizeof(BF16)); }
 
-  // Parties go two by two.
+  // Parties are processed in pairs.
   int pairs() const { return (parties + 1) / 2; }
 
-  // A line of a pair's share of the next tile, if any is left.
+  // Prefetches a line of a pair's share of the next tile, if any is left.
   void fetch_line() {
     if (ahead == ahead_end) return;
     prefetch(ahead);
     ahead += kLine;
   }
 
-  // The heads of party p that want page i, a bit each. A page of which some head wants a part, of which other
-  // tokens may hold anything, is attended to here.
+  // Returns the heads of party p that want page i, a bit each. If a head wants only a part of it, attends to
+  // the page here and returns 0, because other tokens may hold anything.
   uint32_t look_at(int i, int p) {
     Party& of = party[p];
     if (masks == nullptr) return (1u << of.count) - 1;
@@ -112,7 +112,7 @@ class LaneAttention : public AttendCall {
     return 0;
   }
 
-  // Page i for kSide parties from p on, wanted by these heads of each.
+  // Attends to page i for kSide parties from p on, for the heads in `wanted` of each.
   template <int kSide>
   void attend_to(int i, int p, const uint32_t* wanted) {
     alignas(64) float scores[kSide][kPage * kLanes];
@@ -129,7 +129,7 @@ class LaneAttention : public AttendCall {
   [[gnu::noinline]] void multiply_keys(const Party* of, const BF16* keys, const uint32_t* wanted,
                                        float (*scores)[kPage * kLanes], Vec* highest) {
     constexpr int kTokens = kPage / kSide;
-    // Half of the pair's share of the next tile, for half of the work.
+    // Prefetches half of the pair's share of the next tile in half of the work.
     const char* from = ahead;
     const bool fetches = ahead_end - ahead == tile_bytes() / pairs();
     const int every = 2 * kSide * pairs() - 1;
@@ -159,7 +159,7 @@ class LaneAttention : public AttendCall {
       for (int j = 0; j < kTokens; ++j) {
 #pragma GCC unroll 2
         for (int s = 0; s < kSide; ++s) {
-          // As in attend_tiles.h: bounded, and a NaN is passed over by the maximum.
+          // As in attend_tiles.h: bounded, and the maximum ignores NaN.
           const Vec bounded = min(set1(kMaxFloat), logits(sums[j * kSide + s], scale));
           const Vec x = keep(wanted[s], bounded, set1(kNegInf));
           store(scores[s] + (t + j) * kLanes, x);
@@ -170,7 +170,7 @@ class LaneAttention : public AttendCall {
     ahead = from;
   }
 
-  // Scores of page i become weights, as Values takes them.
+  // Turns the scores of page i into weights, in the form that Values takes.
   [[gnu::noinline]] void weigh(Party* of, uint32_t wanted, int i, Vec highest, float* scores) {
     raise_tops(highest, dim(), {of->top, of->total, of->used, of->out, kLanes, factor, scale.cap});
     const Vec base = reference(load(of->top));
@@ -227,7 +227,7 @@ class LaneAttention : public AttendCall {
   }
 
   int parties;
-  const char *ahead = nullptr, *ahead_end = nullptr;  // what is left to fetch meanwhile of the next tile
+  const char *ahead = nullptr, *ahead_end = nullptr;  // the rest of the next tile to prefetch
   Party party[kMaxParties];
 };
 

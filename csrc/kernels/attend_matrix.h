@@ -6,10 +6,10 @@
 // Attention by matrix products: keys times queries, weights times values. Keys and values are factors as they
 // lie in memory.
 //
-// A product sums up pairs of neighbours of its rows. Over a row of keys these are pairs of dimensions, as
-// they should be. Rows of values must not be added up so: weights come as pairs with a 0, once before the
-// weight and once after it, which gives the sums of the even dimensions and those of the odd ones: the layout
-// of pairs (simd/avx512.h). Weights are taken as two bf16 numbers (Split).
+// A product sums pairs of neighbours in a row. In a row of keys these are pairs of dimensions, as required.
+// Rows of values must not be summed in pairs, so each weight is paired with a 0, once before it and once
+// after it. This gives the sums of the even and of the odd dimensions: the layout of pairs (simd/avx512.h).
+// Weights are split into two bf16 numbers (Split).
 namespace fluxion::FLUXION_ISA {
 namespace {
 
@@ -28,7 +28,7 @@ class MatrixAttention : public AttendCall {
       store(of.used, set1(0.0f));
       for (int i = 0; i < kMatrixRows * dim(); i += kLanes) store(of.out + i, set1(0.0f));
     }
-    // There are products of the rows of all heads of a party, also of those that it does not have.
+    // Products use the rows of all heads of a party, missing ones included.
     __builtin_memset(weights, 0, sizeof(weights));
     ahead.lines = static_cast<int>(2 * kPage * row_bytes() / kLine);
   }
@@ -39,7 +39,7 @@ class MatrixAttention : public AttendCall {
       if (i % kSide == 0) {
         while (seen < smaller(i + kLead, known)) look_at(seen++);
         if (seen == known) ahead.close();
-        // What will be read before as much as that is fetched bit by bit.
+        // Prefetches what is read too soon for the gradual prefetch.
         ahead.fetch_to(place[i % kPlaces], ahead.lines * 3 / 4);
       }
       for (int p = 0; p < parties; ++p) {
@@ -60,8 +60,8 @@ class MatrixAttention : public AttendCall {
     ahead.fetch_to(ahead.added, 0);
   }
 
-  // Writes what `attend` does. Whether every output is a number: if not, what a head has may be of a value
-  // that it did not want, 0 times infinity.
+  // Writes what `attend` does. Returns false if an output is not a number: it may come from a value that the
+  // head did not want, times weight 0.
   bool finish(float* o, float* lse) const {
     Vec zeros = set1(0.0f);
     for (int p = 0; p < parties; ++p) {
@@ -89,18 +89,18 @@ class MatrixAttention : public AttendCall {
   }
 
  private:
-  static constexpr int kSide = 2;  // tiles that go through the unit side by side
+  static constexpr int kSide = 2;  // tiles that the unit multiplies side by side
   static constexpr int kMaxParties = kMaxHeads / kMatrixHeads;
   static constexpr int kMaxDepth = kMaxHeadDim / kMatrixDepth;
   static constexpr int kFew = kMatrixHeads / 2;
-  static constexpr int kLead = 8;  // pages that are looked at before they are attended to
+  static constexpr int kLead = 8;  // pages that are looked at ahead of attention
   static constexpr int kPlaces = 2 * kLead;
 
-  // Up to 16 heads. Of up to 8, rows h and 8 + h of the sums belong to head h: for the high and the low parts
-  // of its weights.
+  // Up to 16 heads. With up to 8, rows h and 8 + h of the sums belong to head h: for the high and the low
+  // parts of its weights.
   struct Party {
     int first, count;
-    int waiting = 0;  // pages that are attended to when there are kSide of them
+    int waiting = 0;  // pages to attend to once there are kSide of them
     int pages[kSide];
     alignas(64) float top[kLanes], total[kLanes], used[kLanes];
     alignas(64) Matrix queries[kMaxDepth];
@@ -109,10 +109,10 @@ class MatrixAttention : public AttendCall {
     bool few() const { return count <= kFew; }
   };
 
-  // Tiles for a party, every token of which some head of it wants: what nobody wants may be no number.
+  // Tiles for a party. Some head of it wants every token: unwanted tokens may hold NaN.
   struct Work {
     Party* party = nullptr;
-    int count;  // tiles; the last one stands in for others
+    int count;  // tiles; the last one stands in for missing ones
     int pages[kSide];
     const BF16* tiles[kSide];
     uint16_t wanted[kSide][kMatrixHeads];
@@ -121,7 +121,7 @@ class MatrixAttention : public AttendCall {
   int dim() const { return kD ? kD : D; }
   int64_t row_bytes() const { return dim() * static_cast<int64_t>(sizeof(BF16)); }
 
-  // The tokens of page i that some head of `count` wants.
+  // The tokens of page i that some of `count` heads want.
   int any(int i, int first, int count) const {
     if (masks == nullptr) return kAllTokens;
     int tokens = 0;
@@ -129,8 +129,8 @@ class MatrixAttention : public AttendCall {
     return tokens;
   }
 
-  // Page i will be fetched. Of a tile of which little is wanted, the rows that are wanted are fetched at
-  // once.
+  // Queues page i for prefetching. If few of its tokens are wanted, their rows are prefetched at once
+  // instead.
   void look_at(int i) {
     place[i % kPlaces] = ahead.added;
     const int tokens = any(i, 0, G);
@@ -149,7 +149,7 @@ class MatrixAttention : public AttendCall {
     return {of->top, of->total, of->used, of->out, kMatrixRows, factor, scale.cap};
   }
 
-  // A page of which no head wants some tokens, which may hold anything: by vectors, head by head.
+  // Attends to a page with tokens that no head wants, which may hold anything: by vectors, head by head.
   void add_part(Party* of, int i) {
     alignas(64) typename Dot<BF16>::Query packed[kMatrixHeads * kMaxHeadDim];
     for (int h = 0; h < of->count; ++h)
@@ -191,8 +191,8 @@ class MatrixAttention : public AttendCall {
     works[current].party = nullptr;
   }
 
-  // The second half of the work of `now` and the first half of that of `next`: the unit multiplies for one
-  // while scores of the other become weights, and lines are fetched all the time.
+  // The second half of the work of `now` and the first half of that of `next`. The unit multiplies for one
+  // while the scores of the other become weights; lines are prefetched all the time.
   template <bool kNow, bool kNext>
   [[gnu::noinline]] void advance(const Work& now, const Work& next) {
     multiply_keys<kNow, kNext>(now, next);
@@ -204,7 +204,7 @@ class MatrixAttention : public AttendCall {
     }
   }
 
-  // How much of `all` has to be fetched for one of the parties, that all together fetch as much as they use.
+  // One party's share of the lines to prefetch; all parties together prefetch as much as they use.
   int share(int all) const { return (all + parties - 1) / parties; }
 
   // products[s][t][h] = q_h . key t of tile s of `next`; scores of `now` become weights.
@@ -237,7 +237,7 @@ class MatrixAttention : public AttendCall {
   }
 
   // Adds the values of `now` times their weights; products of `next` become scores. Two times 32 dimensions
-  // at a time, as long as there are as many.
+  // at a time, as long as possible.
   template <bool kNow, bool kNext>
   void multiply_values(const Work& now, const Work& next) {
     const int depth = dim() / kMatrixDepth, steps = (depth + 1) / 2 * kSide;
@@ -274,7 +274,7 @@ class MatrixAttention : public AttendCall {
     }
   }
 
-  // Of tile s, 32 dimensions from 32 * c on, or twice as many.
+  // Adds 32 dimensions of tile s from 32 * c on, or 64 with `two`.
   void add_values(const Work& of, int s, int c, bool two) const {
     const BF16* values = of.tiles[s] + kPage * dim() + c * kMatrixDepth;
     load_matrix<4>(values, row_bytes());
@@ -291,7 +291,7 @@ class MatrixAttention : public AttendCall {
     }
   }
 
-  // scores[h][s * 16 + t] = q_h . key t of tile s, scaled, for four heads from h on; and next_top of these.
+  // scores[h][s * 16 + t] = q_h . key t of tile s, scaled, and their next_top: four heads from h on.
   void take_scores(const Work& of, int h) {
     Vec highest[4];
 #pragma GCC unroll 4
@@ -302,7 +302,7 @@ class MatrixAttention : public AttendCall {
       four_columns([&](int t) { return products[s][t] + h; }, columns);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
-        // As in attend_tiles.h: bounded, and a NaN is passed over by the maximum.
+        // As in attend_tiles.h: bounded, and the maximum ignores NaN.
         const Vec x = min(set1(kMaxFloat), logits(columns[j], scale));
         const Vec kept = keep(of.wanted[s][h + j], x, set1(kNegInf));
         store(scores[h + j] + s * kPage, kept);
@@ -313,7 +313,7 @@ class MatrixAttention : public AttendCall {
     for (int j = 0; j < 4; ++j) next_top[h + j] = reduce_max(highest[j]);
   }
 
-  // Scores of head h become weights.
+  // Turns the scores of head h into weights.
   void weigh(const Work& of, int h) {
     const Vec base = reference(set1(of.party->top[h]));
     float* to = weights[0][0][h];
@@ -339,15 +339,15 @@ class MatrixAttention : public AttendCall {
 
   int parties;
   FetchQueue ahead;
-  int place[kPlaces];  // of the pages that were looked at, among the pieces that are fetched
+  int place[kPlaces];  // of looked-at pages, in the prefetch queue
   MatrixUnit unit;
   Party party[kMaxParties];
   Work works[2];
-  int current = 0;  // of these: its scores are taken, its values are not yet added
+  int current = 0;  // index in works: its scores are taken, its values are not yet added
   alignas(64) Matrix products[kSide];
   alignas(64) float scores[kMatrixHeads][kSide * kPage];
   alignas(64) float next_top[kLanes];
-  // [2 * part + side]: before a 0 and after it; high parts, or both of few heads, and low parts.
+  // [2 * part + side]: weights before a 0 and after it. part: high (with few heads, both), low.
   alignas(64) Matrix weights[kSide][4];
 };
 

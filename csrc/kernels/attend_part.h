@@ -2,12 +2,11 @@
 
 #include "kernels/attend_tiles.h"
 
-// The same softmax for a tile of which each head attends to tokens of its own.
+// The same softmax for a tile in which each head attends to its own tokens.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// A tile with at most this many wanted tokens is read token by token: its other rows would be fetched for
-// nothing.
+// A tile with at most this many wanted tokens is read token by token, which spares its other rows.
 inline constexpr int kSparseTokens = 4;
 
 // out += sum over the listed tokens of weight * value. weights: as Values rounds them.
@@ -15,7 +14,7 @@ template <class T, class Values>
 inline void add_listed_values(const float* weights, const T* values, int D, const uint8_t* tokens, int count,
                               float* out) {
   static constexpr T kNothing[kMaxHeadDim] = {};
-  // Of every step the first row, the last one, and the weights; a row that has no other has zeros beside it.
+  // For every step: the first row, the last row, and the weights. A missing row is zeros.
   const T *first[kPage], *last[kPage];
   float words[kPage];
   int steps = 0;
@@ -44,8 +43,8 @@ inline void add_listed_values(const float* weights, const T* values, int D, cons
   store(out + d, x);
 }
 
-// Scores of the tokens of the mask, scaled, and -inf for the others, which are not read; at least `top`,
-// their maximum.
+// Scaled scores of the tokens of the mask; -inf for the others, which are not read. Returns the maximum of
+// these and `top`.
 template <class T>
 inline float score_part(const typename Dot<T>::Query* q, const T* tile, int mask, int D, const Scale& scale,
                         float top, float* scores) {
@@ -71,8 +70,8 @@ inline float score_part(const typename Dot<T>::Query* q, const T* tile, int mask
   return reduce_max(highest);
 }
 
-// masks: of the first `count` of kHeads heads, any of which may be 0. Only the tokens of its own mask are
-// read for a head: weight 0 would not stop a NaN in the others.
+// masks: of the first `count` of kHeads heads; any may be 0. For a head, only the tokens of its own mask are
+// read: weight 0 would not stop a NaN in the others.
 template <class T, class Values, int kHeads>
 void attend_part(const typename Dot<T>::Query* q, const T* tile, const uint16_t* masks, int count, int D,
                  const HeadStates& state, const PageLse& page_lse) {

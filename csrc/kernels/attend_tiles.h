@@ -4,36 +4,35 @@
 #include "kernels/rows.h"
 #include "kernels/throttle.h"
 
-// Online softmax in float32 over tiles of which every token counts, several tiles side by side: a row of each
-// in turn, in the order of addresses, keys first. So memory gives most (kernels/probe.h), and all of these
-// tiles together take one maximum, one correction and one visit of the output rows.
+// Online softmax in float32 over tiles without masks, several tiles side by side: a row of each in turn, in
+// the order of addresses, keys first. This gives the best memory throughput (kernels/probe.h). All of these
+// tiles together take one maximum, one correction and one pass over the output rows.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
 inline constexpr uint32_t kEveryLane = (1u << kLanes) - 1;
 inline constexpr int kAllTokens = 0xffff;
 
-// Heads that go through a tile together, at most: more would not fit into the registers.
+// Heads that go through a tile together at most: more would not fit into the registers.
 inline constexpr int kHeadsTogether = smaller(kLanes, kRegisters / 4);
-// Tiles that lie side by side for kHeads heads: with their scores of one token they fill a vector, if not
-// with those of several tokens.
+// Tiles that are read side by side for kHeads heads: their scores of one token, or of several, fill a vector.
 template <int kHeads>
 inline constexpr int kTilesTogether = smaller(4, kLanes / kHeads);
-// Steps of values (simd/mix.h) that are in the registers together.
+// Steps of values (simd/mix.h) that are in registers at once.
 inline constexpr int kValueSteps = smaller(4, kLanes / 4);
 
-// What is known of the kHeads heads that go together. Lane i of a vector belongs to head i % kHeads.
+// State of kHeads heads that go together. Lane i of a vector belongs to head i % kHeads.
 struct HeadStates {
   float* top;    // [kLanes] running maximum of the scores, in every lane of its head
   float* total;  // [kLanes] running sum of the weights, spread over the lanes of its head
-  float* used;   // [kLanes] the same of the weights as they are rounded for values
+  float* used;   // [kLanes] the same of the weights as rounded for values
   float* out;    // [rows][D] output so far, not normalised, in Mix's order; row r is of head r % kHeads
   int rows;
-  const float* factor;  // [kLanes] what products of queries and keys are multiplied by to be scores
+  const float* factor;  // [kLanes] scores are products of queries and keys times this
   float cap;            // of logits (Scale)
 };
 
-// Where to note what each tile weighs by itself: its LSE for the first `count` heads; nullptr: nobody asks.
+// Where to write the LSE of each tile alone, for the first `count` heads; nullptr: not wanted.
 struct PageLse {
   float* of[4] = {};
   int count = 0;
@@ -41,14 +40,14 @@ struct PageLse {
 
 inline float lse_of(float top, float sum) { return sum == 0.0f ? kNegInf : top + __builtin_logf(sum); }
 
-// The rows of tiles side by side, and what is to be fetched meanwhile.
+// The rows of tiles side by side, and what to prefetch meanwhile.
 template <class T, int kTiles>
 struct TileRows {
   const T* now[kTiles];
   const T* next[kTiles];  // the tiles that follow; nullptr: nothing to fetch
   int ahead;              // in rows, a multiple of those read together, at most the 2 * kPage of a tile
 
-  // What lies as far ahead of row `row` on, a stretch of each tile.
+  // The data `ahead` rows after row `row`, one stretch of each tile.
   class Stretch {
    public:
     Stretch(const TileRows& tiles, int row, int D) {
@@ -62,7 +61,7 @@ struct TileRows {
       }
     }
 
-    // So many of its bytes, those from `at` on; a line is fetched with its first bytes.
+    // Prefetches kBytes of it from byte `at` on; a line is fetched with its first bytes.
     template <int kBytes, int kGap>
     void fetch(int at, Spaced* spaced) const {
       if (kBytes < kLine && at % kLine != 0) return;
@@ -78,8 +77,8 @@ struct TileRows {
   };
 };
 
-// scores[(t * kTiles + s) * kHeads + h] = q_h . key t of tile s, scaled. Returns by lane the maximum of these
-// and of `highest`.
+// scores[(t * kTiles + s) * kHeads + h] = q_h . key t of tile s, scaled. Returns the maximum of these and of
+// `highest`, by lane.
 template <class T, int kD, int kTiles, int kHeads, int kGap>
 inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles, int head_dim,
                        Vec factor, float cap, float* scores, Vec highest) {
@@ -99,7 +98,7 @@ inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r)
         ahead.template fetch<kBytes, kGap>((d / kPair * kRows + r) * kBytes, &spaced);
-      // What there is less of is kept in registers.
+      // The smaller set of operands is kept in registers.
       if constexpr (kHeads <= kRows * kTiles) {
         decltype(Dot<T>::query_pair(q)) queries[kHeads];
 #pragma GCC unroll 16
@@ -131,8 +130,8 @@ inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles
       }
     }
     const Vec products = reduce_rows(sums);
-    // Bounded, an overflow to +inf stays a number; NaN stays NaN and is passed over by the maximum, and so
-    // reaches the output.
+    // Bounded, an overflow to +inf stays a number. NaN stays NaN: the maximum ignores it, so it reaches the
+    // output.
     const Vec x = min(set1(kMaxFloat), logits(products, factor, cap));
     store(scores + t * kTiles * kHeads, x);
     highest = max(x, highest);
@@ -140,7 +139,7 @@ inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles
   return highest;
 }
 
-// Raises the maxima to `next` and corrects what was summed under the old ones.
+// Raises the maxima to `next` and rescales the sums.
 inline void raise_tops(Vec next, int D, const HeadStates& state) {
   const Vec top = load(state.top);
   if (lanes_at_least(top, next) == kEveryLane) return;
@@ -159,19 +158,19 @@ inline void raise_tops(Vec next, int D, const HeadStates& state) {
   }
 }
 
-// An exponent is taken from this, so that a head whose scores are all -inf gets weights 0, not NaN.
+// Exponents are relative to this: a head whose scores are all -inf gets weights 0, not NaN.
 inline Vec reference(Vec top) { return keep(lanes_at_least(top, set1(-kMaxFloat)), top, set1(0.0f)); }
 
-// out_h += sum over tokens and tiles of weight * value. As many heads and rows at a time as weights and
-// values fit into the registers: the outputs come from the cache and go back to it.
-// words[(t / Values::kRows * kTiles + s) * kHeads + h]: the weights of head h for rows t.. of tile s.
+// out_h += sum over tokens and tiles of weight * value. Takes as many heads and rows at a time as fit into
+// the registers with weights and values; outputs are loaded from the cache and stored back. words[(t /
+// Values::kRows * kTiles + s) * kHeads + h]: the weights of head h for rows t.. of tile s.
 template <class T, class Values, int kD, int kTiles, int kHeads, int kGap>
 inline void add_values(const float* words, const TileRows<T, kTiles>& tiles, int head_dim, float* out) {
   constexpr int kPair = 2 * kLanes;
   constexpr int kSteps = (kValueSteps > kTiles ? kValueSteps / kTiles : 1), kRows = kSteps * Values::kRows;
   constexpr int kPart = smaller(kHeads, 4), kParts = kHeads / kPart;
   constexpr int kBytes = kPair * static_cast<int>(sizeof(T));
-  // What is done with values keeps them apart as it is, but where memory is slow.
+  // The work on values spaces the prefetches far enough, except where memory is slow.
   constexpr int kValueGap = kGap > 2 ? kGap : 0;
   const int D = kD ? kD : head_dim;
   Spaced spaced;
@@ -226,8 +225,8 @@ inline void add_values(const float* words, const TileRows<T, kTiles>& tiles, int
   }
 }
 
-// The same for few registers, with which that would go over the outputs too often: the sums of all heads stay
-// in registers over kRows rows, and the weights come from the cache.
+// The same for few registers, where add_values would pass over the outputs too often. The sums of all heads
+// stay in registers over kRows rows, and the weights come from the cache.
 template <class T, class Values, int kD, int kTiles, int kHeads, int kGap>
 inline void add_values_by_rows(const float* words, const TileRows<T, kTiles>& tiles, int head_dim,
                                float* out) {
@@ -248,7 +247,7 @@ inline void add_values_by_rows(const float* words, const TileRows<T, kTiles>& ti
         x[h] = load(out + h * D + d);
         y[h] = load(out + h * D + d + kLanes);
       }
-      // Or the compiler makes vectors of all weights beforehand, which is more to load.
+      // Otherwise the compiler builds vectors of all weights in advance, which are more to load.
       asm volatile("" : "+r"(words));
 #pragma GCC unroll 16
       for (int i = 0; i < kRows * kTiles; ++i) {
@@ -299,7 +298,7 @@ template <class T, class Values, int kD, int kTiles, int kHeads, int kGap = Pace
       }
     }
   }
-  // Fewer heads than four would wait for one addition after the other.
+  // With fewer heads than four, one addition would wait for another.
   if constexpr (kRegisters < 32 && kHeads == 4) {
     add_values_by_rows<T, Values, kD, kTiles, kHeads, kGap>(weights, tiles, D, state.out);
   } else {

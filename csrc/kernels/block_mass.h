@@ -5,8 +5,8 @@
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// Calls take(logits, chosen) for kLanes blocks at a time: the log of what each weighs over what one token of
-// score 0 does, over a whole block's tokens, and a bit a lane for the chosen ones. Lanes past the end: -inf.
+// Calls take(logits, chosen) for kLanes blocks at a time. logits: the log of each block's weight over the
+// tokens of a whole block. chosen: one bit a lane. Lanes past the end: -inf.
 template <class Take>
 inline void visit_blocks(const float* scores, const uint16_t* heads, uint16_t bits, int n, const Scale& scale,
                          float log_first, float log_last, Take&& take) {
@@ -16,7 +16,7 @@ inline void visit_blocks(const float* scores, const uint16_t* heads, uint16_t bi
       take(bounded(logits(load(scores + i), scale)), lanes_with(heads + i, bits));
       continue;
     }
-    // The cut blocks are at the ends.
+    // Only the first and the last block can be cut.
     float score[kLanes], cut[kLanes];
     uint16_t chosen[kLanes];
     for (int j = 0; j < kLanes; ++j) {
@@ -29,7 +29,7 @@ inline void visit_blocks(const float* scores, const uint16_t* heads, uint16_t bi
   }
 }
 
-// Two passes, maxima and then sums: one exponential a block.
+// Two passes, maxima and then sums, with one exponential a block.
 inline void block_mass(const float* scores, const uint16_t* heads, uint16_t bits, int n, Scale scale,
                        int tokens, int first_tokens, int last_tokens, float* mass) {
   const float whole = static_cast<float>(tokens);
@@ -44,7 +44,7 @@ inline void block_mass(const float* scores, const uint16_t* heads, uint16_t bits
   float top[2];
   for (int i = 0; i < 2; ++i) {
     const float found = reduce_max(highest[i]);
-    top[i] = found == kNegInf ? 0.0f : found;  // of nothing: whatever keeps the weights at 0
+    top[i] = found == kNegInf ? 0.0f : found;  // no blocks: any number keeps the weights at 0
   }
   Vec sums[2] = {zero, zero};
   visit_blocks(scores, heads, bits, n, scale, log_first, log_last, [&](Vec x, uint32_t chosen) {

@@ -1,6 +1,6 @@
 # cmake -DNM=nm "-DOBJECTS=a.o;b.o" -P check_symbols.cmake
-# Fails when an ISA object defines anything but its tables and what attend_entry.h declares. A weak symbol compiled with
-# AVX instructions could be the copy that the linker keeps for the whole library, and a CPU without AVX would die of it.
+# Fails when an ISA object defines more than its tables and what attend_entry.h declares. The linker might keep its copy
+# of a weak symbol for the whole library, and AVX code would crash a CPU without it.
 foreach(object ${OBJECTS})
   execute_process(COMMAND ${NM} --extern-only --defined-only --demangle ${object}
                   OUTPUT_VARIABLE symbols COMMAND_ERROR_IS_FATAL ANY)

@@ -23,7 +23,7 @@ struct Supported {
 };
 
 #if defined(__x86_64__)
-// Whether this process may use the matrix unit: a process has to ask, for all of its threads.
+// Whether this process may use the matrix unit. A process has to request it for all of its threads.
 inline bool matrix_unit() {
 #if defined(FLUXION_EMULATED_UNIT)  // of a test
   return true;
@@ -55,8 +55,8 @@ inline Supported supported() {
   add("avx512");
   if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
     add("avx512bf16");
-    // Intel's cores take four times as long for a product of bf16 vectors as for one of float32 vectors, of
-    // half as many elements (measured on Emerald Rapids): to widen the keys is the faster way.
+    // Intel's cores take four times as long for a product of bf16 vectors as for one of float32 vectors with
+    // half as many elements (measured on Emerald Rapids): widening the keys is faster.
     if (__builtin_cpu_is("intel")) std::swap(isas.names[isas.count - 1], isas.names[isas.count - 2]);
   }
   if (matrix_unit()) add("amx");

@@ -19,7 +19,7 @@ void unit_vector(const void* x_row, int size, float factor, float* out) {
   for (int i = 0; i < size; i += kLanes) store(out + i, mul(load_one(x + i), by));
 }
 
-// Rows of the state that share what is loaded of a key and a query.
+// Rows of the state that share each load of a key and a query.
 inline constexpr int kDeltaRows = 4;
 
 // kRows rows of the state take one token.
@@ -83,7 +83,7 @@ void convolve(const void* x_rows, int64_t x_stride, int64_t tokens, int channels
   const int held = taps - 1;
   for (int c = 0; c < channels; c += kLanes) {
     const int width = channels - c < kLanes ? channels - c : kLanes;
-    // Of these channels, by tap: the weights, and the inputs that the next token's output depends on.
+    // By tap, for these channels: the weights, and the inputs that the next token's output depends on.
     T w[kConvolutionTaps][kLanes] = {}, past[kConvolutionTaps][kLanes] = {}, b[kLanes] = {};
     for (int l = 0; l < width; ++l) {
       for (int j = 0; j < taps; ++j) w[j][l] = weight[static_cast<int64_t>(c + l) * taps + j];

@@ -23,7 +23,7 @@ inline Vec exp_nonpositive(Vec x) {
   return zero_below(x, limit, mul(y, exp2_of_rounded(t)));
 }
 
-// e^x for x <= 0, as exact as is needed of weights that are rounded to T.
+// e^x for x <= 0, as exact as weights rounded to T need.
 template <class T>
 inline Vec exponential(Vec x) {
 #ifdef FLUXION_EXP_FOR_BF16

@@ -4,22 +4,21 @@
 #include "kernels/matrix_product.h"
 #include "kernels/tile.h"
 
-// Attention of many queries, causal, as prefill needs it: keys and values are laid out once for all rows of a
-// block of queries, and scores and output are products of matrices. Online softmax, some keys at a time
-// (FlashAttention-2).
+// Causal attention of many queries, for prefill. Keys and values are laid out once for all rows of a block of
+// queries; scores and output are matrix products. Online softmax, some keys at a time (FlashAttention-2).
 namespace fluxion::FLUXION_ISA {
 namespace {
 
 inline constexpr int kKeys = kExtendKeys;  // that are laid out together
 inline constexpr int kKeyTiles = kKeys / kPage;
 
-// Bits of the first `count` lanes, of which there may be fewer, or none.
+// Bits of the first `count` lanes, from none to all.
 inline uint32_t first_lanes(int count) {
   return count <= 0 ? 0 : count >= kLanes ? kEveryLane : (1u << count) - 1;
 }
 
 // One call of `extend` (kernels/table.h). A row is a query of one head: row r is head r % G of token r / G.
-// Tiles are of Stored, and multiplied as T.
+// Tiles are of Stored, and are multiplied as T.
 template <class Stored, class T = Model<Stored>>
 class Extend {
   using W = WordsOf<T>;
@@ -62,11 +61,11 @@ class Extend {
 
   void run() {
     [[maybe_unused]] const typename P::Unit unit;
-    const int last = smaller(a_.keys, a_.first + a_.tokens);  // that somebody sees
+    const int last = smaller(a_.keys, a_.first + a_.tokens);  // end of the keys that some row sees
     const int start = least_hidden(0, 0) / kKeys * kKeys;
     for (int key = start; key < last; key += kKeys) {
       lay_out(key, smaller(last - key, kKeys));
-      // Rows before the first token that sees these keys do not, nor do those after the last one.
+      // Rows before the first token that sees these keys are skipped, and those after the last one.
       const int before = key - a_.first;
       const int from = before > 0 ? before * a_.G / kStrip * kStrip : 0;
       for (int row = from; row < rows_; row += kStrip) {
@@ -75,7 +74,7 @@ class Extend {
     }
   }
 
-  // lse[r * blocks + i]: what row r has of the i-th kKeys keys, whoever sees them.
+  // lse[r * blocks + i]: the LSE of row r over the i-th kKeys keys, for every row.
   void note_blocks(float* lse) {
     [[maybe_unused]] const typename P::Unit unit;
     const int blocks = (a_.keys + kKeys - 1) / kKeys;
@@ -106,20 +105,20 @@ class Extend {
     const int64_t count = at + 1 - a_.window - key;
     return count > 0 ? static_cast<int>(count) : 0;
   }
-  // The same of this row.
+  // The same for this row.
   int hidden(int row, int key) const {
     const int t = row / a_.G;
     if (a_.tree == nullptr) return hidden_at(int64_t{a_.first} + t, key);
     return hidden_at(int64_t{a_.root} + __builtin_popcountll(a_.tree[t]) - 1, key);
   }
-  // No row from this one on has fewer. Nodes of a tree have any order.
+  // A lower bound for this row and all after it. Nodes of a tree have any order.
   int least_hidden(int row, int key) const {
     return hidden_at(a_.tree == nullptr ? int64_t{a_.first} + row / a_.G : a_.root, key);
   }
-  // No row up to this one has more.
+  // An upper bound for this row and all before it.
   int most_hidden(int row, int key) const { return hidden_at(int64_t{a_.first} + row / a_.G, key); }
 
-  // Which of the kKeys keys from `key` on are not of a tree, or of this row's part of it.
+  // Bits of the kKeys keys from `key` on that lie before the tree, or in this row's part of it.
   uint64_t in_tree(int row, int key) const {
     const int before = a_.root - key;
     if (a_.tree == nullptr || before >= kKeys) return ~uint64_t{0};
@@ -128,8 +127,8 @@ class Extend {
     return -before < 64 ? nodes >> -before : 0;
   }
 
-  // Keys and values of `count` keys from `key` on. What lies behind them in their tile may be anything, and
-  // counts as 0, as do keys up to kKeys.
+  // Lays out keys and values of `count` keys from `key` on. The rest of their last tile may hold anything and
+  // counts as 0, as do further keys up to kKeys.
   void lay_out(int key, int count, bool with_values = true) {
     for (int t = 0; t < kKeyTiles; ++t) {
       const int tokens = smaller(count - t * kPage, kPage);
@@ -137,7 +136,7 @@ class Extend {
       float* values = values_ + t * (kPage / W::kElements) * int64_t{a_.D};
       W::columns(rows(tile, 0, tokens), a_.D, keys_ + t * kPage, kKeys);
       if (with_values) W::rows(rows(tile, kPage, tokens), a_.D, values);
-      // The next ones, while these are multiplied.
+      // Prefetches the next keys while these are multiplied.
       if (key + kKeys + t * kPage < a_.keys) {
         const Stored* next = tile_at<Stored>(a_.tiles, a_.pages[(key + kKeys) / kPage + t], a_.D);
         for (int64_t b = 0; b < TileOf<Stored>::size(a_.D) * static_cast<int>(sizeof(Stored)); b += kLine)
@@ -146,7 +145,7 @@ class Extend {
     }
   }
 
-  // 16 rows of which the first `tokens` are those of the tile from `first` on.
+  // 16 rows; the first `tokens` are those of the tile from `first` on.
   const T* rows(const Stored* tile, int first, int tokens) {
     tokens = smaller(tokens, kPage);
     T* room = reinterpret_cast<T*>(tile_);
@@ -161,7 +160,7 @@ class Extend {
     return room;
   }
 
-  // scores_ times factor_ are logits.
+  // Computes the scores of a strip; scores_ times factor_ are logits.
   void score_strip(int row) {
     P::template multiply<kKeys, false>(queries_ + int64_t{row} * depth_, depth_, keys_, kKeys, depth_, kKeys,
                                        scores_, kKeys);
@@ -170,7 +169,7 @@ class Extend {
     for (int i = 0; i < kStrip * kKeys; i += kLanes) store(scores_ + i, logits(load(scores_ + i), a_.scale));
   }
 
-  // Of the first `count` scores.
+  // The LSE of the first `count` scores.
   float lse_of_scores(const float* scores, int count) const {
     constexpr int kVecs = kKeys / kLanes;
     Vec x[kVecs], highest = set1(kNegInf), sum = set1(0.0f);
@@ -187,7 +186,7 @@ class Extend {
     return lse_of(top, reduce_add(sum));
   }
 
-  // Keys from `key` on for the rows from `row` on.
+  // Adds keys from `key` on to the strip of rows from `row` on.
   void add_strip(int row, int key) {
     score_strip(row);
     const int64_t sees = a_.first + int64_t{row / a_.G} + 1 - key;  // of these keys, by the first row
@@ -201,7 +200,7 @@ class Extend {
                                   out_ + int64_t{row} * a_.D, a_.D);
   }
 
-  // Scores of a strip become weights.
+  // Turns the scores of a strip into weights.
   template <bool kMasked>
   void weigh(int row, int key) {
     constexpr int kVecs = kKeys / kLanes;
@@ -210,7 +209,7 @@ class Extend {
       float* scores = scores_ + i * kKeys;
       float* words = weights_ + i * kWordKeys;
       const int r = row + i;
-      // A row that is not there has scores of 0 and is not read.
+      // A padding row has scores of 0, and its result is not read.
       const int sees =
           kMasked && r < rows_ ? smaller(smaller(a_.first + r / a_.G + 1, a_.keys) - key, kKeys) : kKeys;
       const int left = kMasked && r < rows_ ? smaller(hidden(r, key), kKeys) : 0;
@@ -224,7 +223,7 @@ class Extend {
                                 static_cast<uint32_t>(tree >> j * kLanes);
           x[j] = keep(seen, x[j], set1(kNegInf));
         }
-        highest = max(x[j], highest);  // passes over a NaN
+        highest = max(x[j], highest);  // ignores NaN
       }
       const float top = reduce_max(highest);
       if (top > top_[r]) raise_top(r, top);
@@ -249,7 +248,7 @@ class Extend {
   float factor_;
   float *keys_, *values_;     // words [depth][kKeys], [kWordKeys][D]
   float *scores_, *weights_;  // of a strip: [kStrip][kKeys], words [kStrip][kWordKeys]
-  float* tile_;               // of which not all tokens count, or unpacked
+  float* tile_;               // for tiles that are unpacked, or have unused tokens
   float *queries_, *out_;     // words [rows][depth]; [rows][D], not normalised
   float *total_, *top_;       // [rows][kLanes], sums of the weights; [rows], highest scores
 };

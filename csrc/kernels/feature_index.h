@@ -1,5 +1,5 @@
-// Where each number stands that describes a head to the predictor (Fluxion, appendix A).
-// predictor/features.py has their formulas; a test compares the two lists.
+// Indices of the numbers that describe a head to the predictor (Fluxion, appendix A). predictor/features.py
+// has their formulas; a test compares the two lists.
 #pragma once
 
 namespace fluxion {
@@ -44,7 +44,7 @@ inline constexpr int kAnchorFeatures = 28;
 constexpr int kAnchorFeature[kAnchorFeatures] = {4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 17, 18,
                                                  19, 20, 24, 25, 26, 29, 30, 31, 33, 35, 36, 37, 38, 40};
 
-// What stands for the LSE of nothing, -inf, among the features.
+// Stands for the LSE of no tokens, -inf, among the features.
 inline constexpr float kEmptyLse = -30.0f;
 
 // Parts of the resident attention of one query head: the LSE of the sinks and of the window, the norms of

@@ -1,5 +1,5 @@
-// Compiled once an ISA, with FLUXION_ISA, FLUXION_ISA_HEADER and that ISA's flags, as attend_*.cc are. The
-// tables, and what those have for them, are the only symbols with external linkage.
+// Compiled once for each ISA, with FLUXION_ISA, FLUXION_ISA_HEADER and that ISA's flags, like attend_*.cc.
+// The tables, and the attention functions in those files, are the only symbols with external linkage.
 // clang-format off
 #include FLUXION_ISA_HEADER
 #include "simd/dot.h"

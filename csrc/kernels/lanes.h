@@ -2,7 +2,7 @@
 
 #include "kernels/rows.h"
 
-// What the ways to attend for many heads at once have in common (attend_lanes.h, attend_matrix.h).
+// What the kernels for many heads at once share (attend_lanes.h, attend_matrix.h).
 namespace fluxion::FLUXION_ISA {
 namespace {
 
@@ -23,7 +23,7 @@ class AttendCall {
         page_lse(page_lse) {
     for (float& x : factor) x = scale.factor;
   }
-  // What follows, for the same queries: `count` pages of other tiles.
+  // Continues with `count` pages of other tiles, for the same queries.
   void go_on(const BF16* other, const int32_t* list, const uint16_t* wanted, int count, float* alone) {
     tiles = other;
     pages = list;
@@ -39,15 +39,15 @@ class AttendCall {
   const BF16* tiles;
   const int32_t* pages;
   const uint16_t* masks;
-  int n, known;     // pages to attend to; these and those that follow
-  float* page_lse;  // [n][G]; nullptr: nobody asks
+  int n, known;     // pages to attend to; with those that follow
+  float* page_lse;  // [n][G]; nullptr: not wanted
   float factor[kLanes];
 
   const BF16* tile(int i) const { return tiles + pages[i] * (2 * kPage * static_cast<int64_t>(D)); }
 };
 
-// Queries of up to kLanes heads, [count][size], as to[size / 2][kLanes]: pairs of elements by heads. Beyond
-// `count` heads, the last one again. size is a multiple of 32.
+// Packs queries of up to kLanes heads, [count][size], into to[size / 2][kLanes]: pairs of elements by heads.
+// Lanes beyond `count` repeat the last head. size is a multiple of 32.
 inline void pack_heads(const BF16* q, int count, int size, float* to) {
   static_assert(kLanes == 16);
   for (int d = 0; d < size; d += 8, to += 4 * kLanes) {

@@ -3,12 +3,12 @@
 #include "kernels/exp.h"
 #include "kernels/table.h"
 
-// What lies between the linear layers of a model, a row at a time. Every result is rounded where PyTorch,
-// which computes it step by step, rounds it.
+// Operations between the linear layers of a model, a row at a time. Every result is rounded where PyTorch,
+// which computes step by step, rounds it.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// The lanes of x as T holds them.
+// The lanes of x, rounded to T.
 template <class T>
 Vec rounded(Vec x) {
   if constexpr (sizeof(T) == sizeof(float)) return x;
@@ -17,8 +17,8 @@ Vec rounded(Vec x) {
   return load_one(held);
 }
 
-// Calls at(i, load, store) for every kLanes elements, then for what is left of a row, where elements beyond
-// it are zeros that nobody stores.
+// Calls at(i, load, store) for every kLanes elements, then for the rest of a row. There, loads give zeros
+// beyond the row, and stores skip them.
 template <class T, class At>
 void along(int size, const At& at) {
   const auto whole = [](const T* p) { return load_one(p); };
@@ -65,8 +65,8 @@ void rms_norm(const void* x_row, const void* residual_row, const void* weights, 
   });
 }
 
-// x * sigmoid(z); z has the sign of x. The sigmoid is of a power that cannot overflow: e^-|z| / (1 + e^-|z|),
-// or 1 / (1 + e^-|z|).
+// x * sigmoid(z); z has the sign of x. The power in the sigmoid cannot overflow: e^-|z| / (1 + e^-|z|), or 1
+// / (1 + e^-|z|).
 inline Vec times_sigmoid(Vec x, Vec z) {
   const Vec power = exp_nonpositive(min(z, sub(set1(0.0f), z)));
   float one[kLanes], e[kLanes], at[kLanes];

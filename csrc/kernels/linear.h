@@ -3,26 +3,26 @@
 #include "kernels/rows.h"
 #include "kernels/table.h"
 
-// Linear layers of few rows: weights are read from memory once, and multiplied with all rows.
+// Linear layers of few rows: weights are read from memory once and multiplied with all rows.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// Rows of x that are multiplied together, padded with zeros to a power of two. Arithmetic bounds them: a line
-// of weights in bfloat16 takes an instruction a row. Zen 4 does one of them a cycle, and memory delivers a
-// line to a core every 5 to 10.
+// Rows of x that are multiplied together, padded with zeros to a power of two. Arithmetic limits them: a line
+// of bfloat16 weights takes one instruction a row. Zen 4 does one of these a cycle, and memory delivers a
+// line to a core every 5 to 10 cycles.
 inline constexpr int kLinearRows = 8;
 // Outputs whose sums are kept at a time.
 inline constexpr int kLinearOutputs = 48;
-// Bytes of x that are multiplied at a time where x has no room in the nearest cache.
+// Bytes of x that are multiplied at a time if x does not fit in the L1 cache.
 inline constexpr int kLinearBytes = 16 << 10;
-// How far ahead weights are fetched.
+// How far ahead weights are prefetched.
 inline constexpr int kLinearAhead = 4 << 10;
 
 inline constexpr int across_of(int rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
 inline constexpr int padded(int in) { return (in + kLinearPad - 1) / kLinearPad * kLinearPad; }
 
-// Of a group of rows [padded in / pair][rows, padded][pair], pair after pair: rows side by side lie in few
-// sets of a cache, where rows that are a power of two apart would all lie in the same.
+// Packs a group of rows as [padded in / pair][rows, padded][pair]. Interleaved rows spread over the sets of a
+// cache; rows that are a power of two apart would all lie in the same sets.
 template <class T>
 void pack_linear(const void* x, int64_t x_stride, int rows, int in, void* packed) {
   using Query = typename Dot<T>::Query;
@@ -48,8 +48,8 @@ void pack_linear(const void* x, int64_t x_stride, int rows, int in, void* packed
   }
 }
 
-// Whether so many rows of x stay in the nearest cache while weights pass through it, or can do without: one
-// or two of them come from the next cache as fast as they are used.
+// Whether this many rows of x stay in the L1 cache while weights pass through it, or need not: one or two
+// rows come from the next cache as fast as they are used.
 template <class T>
 bool goes_straight(const LinearArgs& args, int rows) {
   return rows <= 2 ||
@@ -71,7 +71,7 @@ inline void add_pair(const typename Dot<T>::Query* x, const T* const* rows, int 
   }
 }
 
-// What `reduce_sums` writes for kCount sums.
+// How many numbers `reduce_sums` writes for kCount sums.
 template <int kCount>
 inline constexpr int padded_sums = (kCount + kLanes - 1) / kLanes * kLanes;
 
@@ -87,8 +87,8 @@ inline void reduce_sums(const Vec* total, float* each) {
   }
 }
 
-// Writes `count` outputs, from `first` on, of a group of up to kX rows, whose sums are `sums[kLinearOutputs]`
-// each.
+// Writes `count` outputs, from `first` on, of a group of up to kX rows. Each row has its sums in
+// `sums[kLinearOutputs]`.
 template <class T, int kX>
 void store_sums(const LinearArgs& args, int group, int64_t first, int count, const float* sums, T* out) {
   const T* bias = static_cast<const T*>(args.bias);
@@ -104,8 +104,8 @@ void store_sums(const LinearArgs& args, int group, int64_t first, int count, con
   }
 }
 
-// body<kX, kOnce>(first row) for every group of rows of x; kX: what they are padded to; kOnce: whether it is
-// the only group, or the next one finds the weights in a cache.
+// Calls body<kX, kOnce>(first row) for every group of rows of x. kX: its padded rows. kOnce: whether it is
+// the only group; if not, the next one finds the weights in a cache.
 template <class Body>
 void for_groups(const LinearArgs& args, Body body) {
   for (int group = 0; group < args.rows; group += kLinearRows) {
@@ -129,9 +129,9 @@ void for_groups(const LinearArgs& args, Body body) {
   }
 }
 
-// Multiplies `steps` times kSide rows of weights with a group of kX rows of x: in the order in which they lie
-// in memory, at the speed of a plain stream, if x stays in the nearest cache meanwhile; else a block of the
-// inputs after another, so that this block of x stays there.
+// Multiplies `steps` times kSide rows of weights with a group of kX rows of x. If x stays in the L1 cache,
+// weights are read in the order of memory, at the speed of a plain stream. If not, inputs are read one block
+// after another, so that this block of x stays there.
 //
 // kOnce: this call reads the weights once, so they need not go through all caches.
 template <class T, int kX, int kSide, bool kOnce>
@@ -146,13 +146,13 @@ class LinearUnits {
   }
 
   // sums[m * kLinearOutputs + i]: row m of x times row i of the weights. Each lane adds in the order of the
-  // inputs, whatever kX, kSide and the blocks are: a row's sums do not depend on how many others there are.
+  // inputs for any kX, kSide and blocks, so a row's sums do not depend on the other rows.
   void run(float* sums) const {
-    Vec kept[kLinearOutputs * kX];  // of blocks before the last
+    Vec kept[kLinearOutputs * kX];  // of all blocks but the last
     const int units = blocks_ * steps_;
-    // What lies between rows that are far apart is not fetched.
+    // Gaps between rows that are far apart are not prefetched.
     const bool straight = blocks_ == 1 && stride_ <= in_ + in_ / 8;
-    // Of a block, units are fetched as a whole: a loop that ends within one costs more than it gains.
+    // Units of a block are prefetched as a whole: a loop that ends within one costs more than it gains.
     constexpr int kAhead = kLinearAhead / static_cast<int>(sizeof(T));
     const int skip = block_ < kAhead ? kAhead / block_ : 1;
     for (int u = 0; u < units; ++u) {
@@ -168,7 +168,7 @@ class LinearUnits {
   static constexpr int kCount = kSide * kX;
   static constexpr int kLineElements = kPair * sizeof(T) < kLine ? kLine / sizeof(T) : kPair;
 
-  // With input k of row s of a unit comes from[s * apart + k * pace].
+  // Input k of row s of a unit prefetches from[s * apart + k * pace].
   struct Fetch {
     const T* from;
     int64_t apart;
@@ -232,7 +232,7 @@ class LinearUnits {
   int in_, steps_, block_, blocks_;
 };
 
-// A group of up to kX rows of x and up to kLinearOutputs outputs.
+// Multiplies a group of up to kX rows of x with up to kLinearOutputs outputs.
 template <class T, int kX, bool kOnce>
 void linear_group(const LinearArgs& args, int group, int64_t first, int count, T* out) {
   const auto* x = static_cast<const typename Dot<T>::Query*>(args.x);
@@ -240,7 +240,7 @@ void linear_group(const LinearArgs& args, int group, int64_t first, int count, T
   const T* weights = static_cast<const T*>(args.weights) + first * args.stride;
   float sums[kX * kLinearOutputs];
   int done = 0;
-  // Rows side by side read x half as often, and are no straight stream.
+  // Rows side by side halve the reads of x, but are no plain stream.
   if constexpr (kX == 8 ? kRegisters >= 32 : kX == 4) {
     if (kX == 8 || !goes_straight<T>(args, kX)) {
       if (count >= 2) LinearUnits<T, kX, 2, kOnce>(args, x, weights, count / 2).run(sums);

@@ -21,7 +21,7 @@ inline constexpr int kPairs = kQuantisedBlock / 2;           // of inputs of a b
 inline constexpr int kPanelVecs = kQuantisedPanel / kLanes;  // vectors with the outputs of a panel
 static_assert(kQuantisedPanel % kLanes == 0 && kLinearOutputs % kQuantisedPanel == 0);
 static_assert(int64_t{kQuantisedBlock} * 128 * kQueryMost <= INT32_MAX);
-// How far ahead weights are fetched.
+// How far ahead weights are prefetched.
 inline constexpr int kQuantisedAhead = 4 << 10;
 
 // Bytes of a packed row of x: its integers, the scales of its blocks, and the sums of its blocks.

@@ -2,8 +2,8 @@
 
 #include "kernels/lanes.h"
 
-// What the kernels for CPUs with a matrix unit (simd/amx.h) have in common. One product takes 16 rows as they
-// lie in memory, 32 elements of each, for up to 16 heads.
+// What the kernels for CPUs with a matrix unit (simd/amx.h) share. One product takes 16 rows as they lie in
+// memory, 32 elements of each, for up to 16 heads.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
@@ -13,8 +13,8 @@ inline constexpr int kMatrixRowBytes = 4 * kMatrixColumns;
 
 using Matrix = float[kMatrixRows][kMatrixColumns];
 
-// Pieces that will be read, four of them side by side, a line of each in turn: so memory gives most. They are
-// added some time before they are fetched, and are fetched bit by bit.
+// Pieces to prefetch, four side by side, a line of each in turn, which gives the best memory throughput. They
+// are added some time before they are fetched, and are fetched gradually.
 struct FetchQueue {
   static constexpr int kSide = 4;
   static constexpr int kMax = 64;  // pieces that are not fetched yet; a power of two
@@ -24,12 +24,12 @@ struct FetchQueue {
   int first = 0, line = 0;  // the next of four pieces from `first` on
 
   void add(const void* piece) { pieces[added++ % kMax] = static_cast<const char*>(piece); }
-  // After the last piece: there are four once more, if one of them twice.
+  // Call after the last piece: repeats it until its group has four.
   void close() {
     while (added % kSide) add(pieces[(added - 1) % kMax]);
   }
 
-  // Fetches so many lines of four pieces each; nothing of pieces that are fewer.
+  // Fetches `times` lines of each of four pieces; nothing of an incomplete group.
   void fetch(int times) {
     while (times > 0 && first + kSide <= added) {
       const char* const* from = pieces + first % kMax;
@@ -47,7 +47,7 @@ struct FetchQueue {
     }
   }
 
-  // Fetches what comes before line `to` of a piece and of those beside it.
+  // Fetches the lines before line `to` of a piece and of its group.
   void fetch_to(int piece, int to) { fetch((piece / kSide * kSide - first) / kSide * lines + to - line); }
 };
 

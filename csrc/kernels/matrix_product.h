@@ -3,13 +3,12 @@
 #include "kernels/rows.h"
 #include "simd/words.h"
 
-// Products of matrices that lie in the nearest caches: a [rows][steps] times b [steps][columns], of words
+// Products of matrices that lie in the nearest caches: a [rows][steps] times b [steps][columns], in words
 // (simd/words.h).
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// By vectors, or by the matrix unit where T has one that specialises this. A strip is the rows that are
-// multiplied together.
+// By vectors, unless a matrix unit specialises this for T. A strip is the rows that are multiplied together.
 template <class T>
 struct Product {
   using W = WordsOf<T>;

@@ -6,7 +6,7 @@
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// The bfloat16 number next to x on one side, at most x or at least x; x itself if it is one.
+// x rounded down or up to bfloat16; x itself if it is a bfloat16 number.
 inline BF16 round_down(float x) {
   const uint32_t bits = bits_of(x);
   return {static_cast<uint16_t>((bits + (bits >> 31 ? 0xffffu : 0u)) >> 16)};
@@ -21,7 +21,7 @@ void page_minmax(const void* tile, int D, void* entry) {
   const T* keys = static_cast<const T*>(tile);
   Model<T>* out = static_cast<Model<T>*>(entry);
   if constexpr (sizeof(T) == sizeof(Int8)) {
-    // Rounded to the nearest, a product with a scale might be no bound.
+    // Rounded to nearest, a product with a scale might not be a bound.
     float scale[kPage];
     for (int t = 0; t < kPage; ++t) scale[t] = to_float(scales_of(keys, D)[t]);
     for (int d = 0; d < D; ++d) {

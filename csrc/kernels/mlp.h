@@ -80,8 +80,8 @@ inline void dense_panels(const float* x, int64_t x_stride, int rows, int pairs, 
   }
 }
 
-// Makes a row what is multiplied, in its own place. Behind an odd number of inputs comes a 0: what was there
-// may be NaN, and NaN times a weight of 0 is NaN.
+// Converts a row in place to the factors that are multiplied. An odd number of inputs is followed by a 0: the
+// memory there may hold NaN, and NaN times a weight of 0 is NaN.
 template <class Words>
 inline void prepare_row(float* x, int in) {
   static_assert(kLanes <= kDensePanel);

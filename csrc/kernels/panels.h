@@ -2,23 +2,23 @@
 
 #include "kernels/linear.h"
 
-// Linear layers whose weights lie in the order in which they are used. Where x has no room in the nearest
-// cache, weights in rows are read a block of inputs of one row after another, which is no plain stream;
-// packed ones are one all the same, and three of their rows share what is read of x.
+// Linear layers whose weights lie in the order of use. If x does not fit in the L1 cache, weights in rows are
+// read a block of inputs of one row after another, which is no plain stream. Packed weights remain one, and
+// three of their rows share each read of x.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// Outputs whose weights are packed together: a panel takes the memory that they took as rows.
+// Outputs whose weights are packed together. A panel takes the memory of its rows.
 inline constexpr int kPanel = 24;
 static_assert(kPanel <= kLinearOutputs);
-// Rows of weights that are multiplied together: times eight rows of x, as many sums as registers hold.
+// Rows of weights that are multiplied together: with eight rows of x their sums fill the registers.
 inline constexpr int kPanelSide = 3;
 static_assert(kPanel % kPanelSide == 0);
-// Inputs that are multiplied at a time: of eight rows of x, so many stay in the nearest cache.
+// Inputs that are multiplied at a time: this part of eight rows of x stays in the L1 cache.
 template <class T>
 inline constexpr int kPanelInputs =
     kLinearBytes / (kLinearRows * static_cast<int>(sizeof(typename Dot<T>::Query)));
-// How far ahead weights are fetched: one stream of a core, which memory may give 35 GB/s.
+// How far ahead weights are prefetched: one stream of a core, which memory may give 35 GB/s.
 inline constexpr int kPanelAhead = 8 << 10;
 // Whether this ISA packs weights: it has the registers, and multiplies a line of them at a time.
 template <class T>
@@ -54,7 +54,7 @@ void unpack_panel(const void* panel, int in, void* rows) {
 }
 
 // Multiplies `size` inputs of kPanelSide rows of a panel with a group of kX rows of x, and adds to the sums
-// of the inputs before them. kOnce as of LinearUnits.
+// of earlier inputs. kOnce: see LinearUnits.
 template <class T, int kX, bool kOnce>
 void add_block(const typename Dot<T>::Query* x, const T* weights, int size, bool first, Vec* kept) {
   constexpr int kPair = 2 * kLanes, kCount = kPanelSide * kX;
@@ -75,7 +75,7 @@ void add_block(const typename Dot<T>::Query* x, const T* weights, int size, bool
   for (int i = 0; i < kCount; ++i) kept[i] = total[i];
 }
 
-// A panel and a group of up to kX rows of x.
+// Multiplies a panel with a group of up to kX rows of x.
 template <class T, int kX, bool kOnce>
 void panel_group(const LinearArgs& args, int group, int64_t first, T* out) {
   Vec kept[kPanel * kX];
@@ -95,8 +95,8 @@ void panel_group(const LinearArgs& args, int group, int64_t first, T* out) {
   store_sums<T, kX>(args, group, first, kPanel, sums, out);
 }
 
-// A group of rows of x stays in a cache while all panels go by, and panels, which a call has few of, for the
-// next group.
+// A group of rows of x stays in a cache while all panels pass. The panels, few in a call, stay for the next
+// group.
 template <class T>
 void linear_panels(const LinearArgs& args, int64_t first, int count, void* out) {
   for_groups(args, [&]<int kX, bool kOnce>(int group) {

@@ -2,8 +2,8 @@
 
 #include "kernels/rows.h"
 
-// What memory gives: a list of pieces is read and nothing else is done. The ceiling of every kernel that
-// reads the same list.
+// Measures memory throughput: reads a list of pieces and does nothing else. This is the upper bound for every
+// kernel that reads the same list.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
@@ -20,7 +20,7 @@ struct PieceList {
   const char* at(int64_t i) const { return base + (pieces ? pieces[i] : i) * piece_bytes; }
 };
 
-// The lines of pieces first, first + step, ... of a list; past its end those of the last of these again.
+// The lines of pieces first, first + step, ... of a list; past its end, those of the last one again.
 struct LineCursor {
   int64_t piece, step;
   int64_t offset = 0;
@@ -45,8 +45,8 @@ inline void add_line(const char* line, Words (&sums)[kWordsPerLine]) {
   }
 }
 
-// kStreams pieces side by side, a line of each in turn: one piece alone keeps too few banks of the memory,
-// and too few of the hardware's own prefetchers, busy. Every stream is fetched `ahead` lines before its use.
+// Reads kStreams pieces side by side, a line of each in turn: a single piece keeps too few memory banks and
+// hardware prefetchers busy. Every stream is prefetched `ahead` lines before its use.
 template <int kStreams>
 uint32_t read_list(const PieceList& list, int64_t ahead) {
   Words sums[kWordsPerLine] = {};

@@ -10,8 +10,8 @@ inline constexpr int kLine = 64;  // bytes of a cache line
 
 inline constexpr int smaller(int a, int b) { return a < b ? a : b; }
 
-// Fetches the line at p, which need not be mapped, into the nearest cache. Not the compiler's builtin: that
-// has no effect it knows of, and GCC drops it from loops.
+// Prefetches the line at p, which need not be mapped, into the L1 cache. Not the compiler's builtin: GCC sees
+// no effect in it and drops it from loops.
 inline void prefetch(const void* p) {
 #if defined(__x86_64__)
   asm volatile("prefetcht0 %0" ::"m"(*static_cast<const char*>(p)));
@@ -20,13 +20,13 @@ inline void prefetch(const void* p) {
 #endif
 }
 
-// All lines of so many bytes.
+// Prefetches all lines of `bytes` bytes.
 inline void fetch(const void* from, int bytes) {
   for (int b = 0; b < bytes; b += kLine) prefetch(static_cast<const char*>(from) + b);
 }
 
-// One line into the second nearest cache: for more than the nearest one has room for. There it would hold up
-// what is read meanwhile.
+// Prefetches one line into the L2 cache, for more than the L1 cache holds. In L1 it would hold up other
+// reads.
 inline void prefetch_near(const void* p) {
 #if defined(__x86_64__)
   asm volatile("prefetcht1 %0" ::"m"(*static_cast<const char*>(p)));
@@ -35,8 +35,7 @@ inline void prefetch_near(const void* p) {
 #endif
 }
 
-// One line that is read once: into the nearest cache, and on the way to no other one where the core can do
-// so.
+// Prefetches one line that is read once: into the L1 cache, past the others if the core can do so.
 inline void prefetch_once(const void* p) {
 #if defined(__x86_64__)
   asm volatile("prefetchnta %0" ::"m"(*static_cast<const char*>(p)));
@@ -45,7 +44,7 @@ inline void prefetch_once(const void* p) {
 #endif
 }
 
-// Fetches the line at p to be written. A write that misses holds up all writes after it.
+// Prefetches the line at p for a write. A write that misses delays all writes after it.
 inline void prefetch_to_write(const void* p) {
 #if defined(__x86_64__)
   asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(p)));

@@ -9,17 +9,17 @@
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// Heads that share one reading of an entry; with kH of them kLanes / kH entries at a time, so that the sums
-// stay in registers and reduce to one vector.
+// Heads that share one read of an entry. With kH heads, kLanes / kH entries are scored at a time, so that the
+// sums stay in registers and reduce to one vector.
 inline constexpr int kScoreHeads = kLanes < 4 ? kLanes : 4;
-// The entries of a list are read as four lists side by side, an entry of each in turn (kernels/probe.h), so
-// many of each before the next ones are begun. They are fetched one such block ahead.
+// The entries of a list are read as four lists side by side, an entry of each in turn (kernels/probe.h),
+// kScoreSteps of each in a block. They are prefetched one block ahead.
 inline constexpr int kScoreStreams = 4, kScoreSteps = 4;
 inline constexpr int kScoreBlock = kScoreStreams * kScoreSteps;
 inline constexpr int kLineScores = kLine / static_cast<int>(sizeof(float));
 
-// Entries of `bytes` each in one of the lists that n entries are read as. Memory gives less where all lists
-// are at the same place of a 4 KiB page.
+// Entries of `bytes` each in one of the lists that n entries are read as. Memory is slower if all lists are
+// at the same place of a 4 KiB page.
 inline int list_length(int n, int bytes) {
   constexpr int kApart = 2048;
   const int part = (n + kScoreStreams - 1) / kScoreStreams;
@@ -27,7 +27,7 @@ inline int list_length(int n, int bytes) {
   return alike ? part + kApart / bytes : part;
 }
 
-// The columns of a matrix of kScoreSteps rows. Rows are loaded as wide as they were stored: what takes in
+// The columns of a matrix of kScoreSteps rows. Loads are as wide as the stores, because a load that spans
 // several stores waits for the cache.
 struct Transposed {
   using Four = float __attribute__((vector_size(16)));
@@ -60,12 +60,11 @@ struct Transposed {
   }
 };
 
-// In place of a gap: of a pass that fetches a share of the rows, without gaps.
+// In place of a gap: the pass prefetches a share of the rows, without gaps.
 inline constexpr int kShare = -1;
 
-// bounds[h][i] of kScoreBlock rows and kH heads; next: as many rows to fetch meanwhile, or `more` of them
-// where kGap is kShare. A sum runs over the elements in their order, whatever rows and heads share its
-// registers.
+// bounds[h][i] of kScoreBlock rows and kH heads. next: as many rows to prefetch, or `more` of them if kGap is
+// kShare. A sum runs over the elements in order, whatever rows and heads share its registers.
 template <class T, int kD, int kH, int kGap>
 [[gnu::noinline]] void score_heads(const typename Dot<T>::Query* q, int size, const T* const* rows,
                                    const T* const* next, int more, float (*bounds)[kScoreBlock]) {
@@ -121,15 +120,15 @@ void score_blocks(const T* split, int G, int head_dim, const T* entries, const i
   if constexpr (sizeof(T) == sizeof(BF16))
     return MatrixScores<kD>(split, G, head_dim, entries, index, n, part, out, out_stride).run();
 #endif
-  // Heads are scored kScoreHeads at a time; those that are missing are zero.
+  // Heads are scored kScoreHeads at a time; missing ones are zero.
   alignas(64) typename Dot<T>::Query queries[kMaxHeads * 2 * kMaxHeadDim];
   const int padded = (G + kScoreHeads - 1) / kScoreHeads * kScoreHeads;
   for (int g = 0; g < G; ++g) Dot<T>::pack(split + g * size, size, queries + g * size);
   for (int i = G * size; i < padded * size; ++i) queries[i] = {};
   const T* rows[2][kScoreBlock];
   float bounds[kScoreHeads][kScoreBlock];
-  // Row p * kScoreStreams + s is entry first + p of list s. Past the end of a list its last entry stands in,
-  // or that of all: its bounds are dropped, and to fetch it again costs nothing.
+  // Row p * kScoreStreams + s is entry first + p of list s. Past the end, the last entry of the list, or of
+  // all, stands in: its bounds are dropped, and fetching it again costs nothing.
   const auto find = [&](int first, const T** to) {
     for (int p = 0; p < kScoreSteps; ++p) {
       for (int s = 0; s < kScoreStreams; ++s) {
@@ -176,7 +175,7 @@ void score_blocks(const T* split, int G, int head_dim, const T* entries, const i
       if (g < G) heads.template operator()<1>(g);
     }
   };
-  // More heads wait for arithmetic: memory has all of their passes over the rows for the next ones.
+  // With more heads arithmetic dominates, and every pass over the rows prefetches a share of the next ones.
   constexpr int kPacedHeads = 2 * kScoreHeads;
   if (G <= kPacedHeads) return throttled<kScoreStreams>(blocks, lines, score);
   score.template operator()<kShare>(0, blocks);
@@ -209,7 +208,7 @@ void score(const void* q, int G, int D, const void* entries, const int32_t* inde
   }
 }
 
-// Exact scores of tokens. A measure of what block bounds lose, not a fast path: it reads every key.
+// Exact scores of tokens. It measures what block bounds lose; it is slow, because it reads every key.
 template <class T>
 void score_tokens(const void* q, int G, int D, const void* tiles, const int32_t* pages, int n, float* out,
                   int64_t out_stride) {
@@ -241,7 +240,7 @@ void score_tokens(const void* q, int G, int D, const void* tiles, const int32_t*
   }
 }
 
-// The same of single tokens: kLanes keys at a time, wherever they lie.
+// The same for single tokens: kLanes keys at a time, wherever they lie.
 template <class T>
 void score_rows(const void* q, int G, int D, const void* tiles, const int32_t* tokens, int n, float* out,
                 int64_t out_stride) {

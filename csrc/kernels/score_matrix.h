@@ -5,10 +5,10 @@
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// Scores blocks by matrix products: 16 entries times the weights of up to 16 heads. Entries are read as
-// score.h reads them, in the way that memory likes, and copied to where the unit takes them from: that costs
-// little, and they may lie anywhere. A block of four entries of each list is copied while the one before it
-// is multiplied; four blocks are a group, whose scores are written meanwhile.
+// Scores blocks by matrix products: 16 entries times the weights of up to 16 heads. Entries are read in the
+// order of score.h, which suits memory, and copied to the input of the unit. The copy costs little, and
+// entries may lie anywhere. A block of four entries of each list is copied while the block before it is
+// multiplied. Four blocks are a group, whose scores are written meanwhile.
 template <int kD>
 class MatrixScores {
  public:
@@ -62,13 +62,13 @@ class MatrixScores {
     }
   }
 
-  // Copies a block, multiplies the one before it, and writes what is ready.
+  // Copies a block, multiplies the one before it, and writes finished scores.
   template <bool kCopy, bool kMultiply>
   void advance(int block) {
     const int depth = size() / kMatrixDepth;
     const BF16 *const *from = rows_[block % 2], *const *next = rows_[(block + 1) % 2];
     BF16* to = copies_[block % 2];
-    // Of a group the last product is known when the first block of the next one has been copied.
+    // The last product of a group is known when the first block of the next group has been copied.
     const bool writes = block > kGroup && block % kGroup == 1;
     int done = 0, times = 0;
     if constexpr (kMultiply) {
@@ -78,7 +78,7 @@ class MatrixScores {
       zero_matrix<3>();
     }
     for (int p = 0; p < kSteps; ++p) {
-      // Of their own, so that they are not read again after every product, which may have written them.
+      // Local copies, because the compiler would reload the arrays after every product, which may write them.
       const BF16 *now[kLists], *then[kLists];
 #pragma GCC unroll 4
       for (int s = 0; s < kLists; ++s) {
@@ -126,7 +126,7 @@ class MatrixScores {
     multiply_matrices<3, 4, 6>();
   }
 
-  // Of the group that begins with a block: the scores of 16 entries of one list for four heads.
+  // Writes the scores of 16 entries of one list for four heads, of the group that begins with `block`.
   void write(int unit, int block) {
     const int s = unit % kLists, head = unit / kLists * 4, i = block * kSteps;
     const int count = smaller(smaller(part_, n_ - s * part_) - i, kMatrixRows);

@@ -3,24 +3,24 @@
 #include "kernels/table.h"
 #include "simd/types.h"
 
-// Selection in the order of floats with -0 equal to 0 and NaN equal to -inf, in compares alone: scores need
-// no conversion, and no pass depends on a branch that scores decide.
+// Selection in the order of floats, with -0 equal to 0 and NaN equal to -inf, by compares alone: scores need
+// no conversion, and no branch depends on scores.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// Scores that share a maximum. So many that few of them pass the bound which the maxima give, and that the
-// maxima are few, too; with less than kGroups of them for every score wanted there is no such bound.
+// Scores that share a maximum: enough that few scores pass the bound from the maxima, and that the maxima are
+// few. With less than kGroups maxima for every wanted score, that bound is not used.
 inline constexpr int kGroupScores = 8;
 inline constexpr int kGroups = 2;
 
-// Numbers that order as the floats do; of -inf the lowest, and no NaN between those of -inf and inf.
+// Numbers that order as the floats do. -inf is the lowest, and no NaN lies between -inf and inf.
 inline uint32_t order_key(float x) {
   const uint32_t bits = bits_of(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 inline float float_of_key(uint32_t key) { return float_of(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
-// The chosen: every score >= limit, and the first `ties` of those that equal `tied`.
+// The chosen scores: every one >= limit, and the first `ties` of those that equal `tied`.
 struct Threshold {
   float limit;
   float tied;
@@ -39,8 +39,8 @@ inline int count_at_least(const float* scores, int n, float limit) {
   return static_cast<int>(reduce_add(add(even, odd)));
 }
 
-// Of the k largest of n scores without NaN, at least k of which are in [low, high] and none above high. n is
-// a multiple of kLanes. Halves the range until it holds one number, or exactly k scores are above its middle.
+// The k largest of n scores without NaN; at least k are in [low, high], none above. n: a multiple of kLanes.
+// Halves the range until it has one number, or k scores reach its middle.
 inline Threshold threshold_of(const float* scores, int n, int k, float low, float high) {
   uint32_t from = order_key(low + 0.0f), to = order_key(high + 0.0f);
   int above = 0;  // scores of larger keys than `to`
@@ -55,13 +55,13 @@ inline Threshold threshold_of(const float* scores, int n, int k, float low, floa
       above = count;
     }
   }
-  // After inf the next number is a NaN, which nothing reaches.
+  // The number after inf is a NaN, which no score reaches.
   const float tied = float_of_key(from) + 0.0f;
   return {float_of_key(order_key(tied) + 1), tied, k - above};
 }
 
-// scores -> clean, with NaN as -inf and -inf up to a multiple of kLanes; the largest, and group maxima, as
-// many as `groups` says (a multiple of kLanes; 0: none): group i has the scores i, i + groups, and so on.
+// Copies scores to `clean`, with NaN as -inf, and -inf up to a multiple of kLanes. Returns the largest.
+// Writes `groups` maxima (a multiple of kLanes; 0: none): group i has the scores i, i + groups, and so on.
 inline float clean_scores(const float* scores, int n, float* clean, float* maxima, int groups) {
   const Vec least = set1(kNegInf);
   int i = 0;
@@ -84,7 +84,7 @@ inline float clean_scores(const float* scores, int n, float* clean, float* maxim
   return reduce_max(top);
 }
 
-// The scores >= limit in their order, and -inf up to a multiple of kLanes; how many there are with these.
+// Packs the scores >= limit in order, and -inf up to a multiple of kLanes. Returns how many in all.
 inline int pack_at_least(const float* scores, int n, float limit, float* out) {
   const Vec least = set1(limit);
   int count = 0;
@@ -106,7 +106,7 @@ inline Threshold find_threshold(const float* scores, int n, int k, float* scratc
     return threshold_of(clean, padded, k, kNegInf, high);
   }
   const float high = clean_scores(scores, n, clean, maxima, groups);
-  // k groups have a maximum of at least this, so k scores are, too.
+  // k groups have a maximum of at least this, so at least k scores do.
   const Threshold bound = threshold_of(maxima, groups, k, kNegInf, high);
   const float low = bound.ties > 0 ? bound.tied : bound.limit;
   const int candidates = pack_at_least(clean, padded, low, maxima);

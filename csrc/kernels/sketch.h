@@ -4,29 +4,28 @@
 #include "kernels/logits.h"
 #include "simd/mix.h"
 
-// Keys in four bits, and what they are good for: which tokens weigh enough to be read. Layout and meaning are
-// in table.h.
+// Keys in four bits, which tell the tokens that are heavy enough to be read. table.h has the layout.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// A code c stands for c - 7.5 scales, and of its upper two bits u alone is known that it is about 4 u + 1.5.
+// A code c stands for c - 7.5 scales. If only its upper two bits u are known, it is about 4 u + 1.5.
 inline constexpr float kMiddleCode = 7.5f;
 inline constexpr float kMostCode = 15.0f;
 inline constexpr float kMiddleSkimmed = 6.0f;
-// One and a half standard deviations of what the lower two bits add: 0 to 3, each as likely.
+// One and a half standard deviations of what the lower two bits add: 0 to 3, uniformly distributed.
 inline constexpr float kSkimmedOff = 1.5f * 1.118034f;
-// What weighs less is as if it were not there.
+// Smaller weights count as 0.
 inline constexpr float kLeastWeight = 1.2e-38f;
 
-// Whether the rotation flips the sign of element d: as if by chance, so that no key is all in one element
-// after it.
+// Whether the rotation flips the sign of element d. Pseudo-random, so that after it no key lies in one
+// element alone.
 inline bool flips(int d) { return static_cast<uint32_t>(d) * 0x9e3779b1u >> 31; }
 
 // Elements that are mixed with one another: the largest power of two that divides D.
 inline int mixed_together(int D) { return D & -D; }
 
-// Signs, then a Hadamard transform: q.k of two that were rotated is mixed_together(D) times what it was, and
-// what was large in a few elements is spread over many. Additions in a fixed order: the same on every ISA.
+// Signs, then a Hadamard transform. q.k of two rotated vectors is mixed_together(D) times as large, and large
+// values of a few elements spread over many. Additions have a fixed order: the same on every ISA.
 inline void rotate(float* x, int D) {
   for (int d = 0; d < D; ++d) x[d] = flips(d) ? -x[d] : x[d];
   for (int width = 1; width < mixed_together(D); width *= 2) {
@@ -40,7 +39,7 @@ inline void rotate(float* x, int D) {
   }
 }
 
-// The largest magnitude; NaN where an element is not finite.
+// The largest magnitude; NaN if an element is not finite.
 inline float largest_size(const float* x, int D) {
   float largest = 0.0f, zeros = 0.0f;
   for (int d = 0; d < D; ++d) {
@@ -55,7 +54,7 @@ inline float largest_size(const float* x, int D) {
 inline int byte_of(int t, int d) { return d / 16 * (4 * kPage) + 4 * t + d % 4; }
 inline int shift_of(int d) { return d % 16 / 4 * 2; }
 
-// Where the parts of a sketch begin, after the upper bits.
+// Offsets of the parts of a sketch after the upper bits.
 inline int scales_at(int D) { return kPage * D / 4; }
 inline int lower_at(int D) { return scales_at(D) + 2 * kPage; }
 
@@ -83,7 +82,7 @@ void write_sketch(const void* tile, int D, void* out) {
     const float exact = largest_size(x, D) / kMiddleCode;
     BF16* scale = scales_of_sketch(sketch, D) + t;
     round_to(exact < kLeastScale ? kLeastScale : exact, scale);
-    if (!(exact < kMaxFloat)) continue;  // a NaN: so is every score
+    if (!(exact < kMaxFloat)) continue;  // NaN: every score of the key is NaN, too
     const float inverse = 1.0f / to_float(*scale);
     for (int d = 0; d < D; ++d) {
       const float code = x[d] * inverse + kMiddleCode;
@@ -95,12 +94,12 @@ void write_sketch(const void* tile, int D, void* out) {
   }
 }
 
-// Queries as sketches are multiplied with: rotated, in 8 bits.
+// Queries as they are multiplied with sketches: rotated, in 8 bits.
 struct SketchQueries {
   alignas(64) int8_t elements[kMaxGroup * kMaxHeadDim];
-  float unit[kMaxGroup];  // of the integers' products: times it, they are q.k
-  float sum[kMaxGroup];   // of the elements: what an offset of all codes adds to a product
-  float off[kMaxGroup];   // times a key's scale: how far q.k may be above that of its upper bits
+  float unit[kMaxGroup];  // integer products times it are q.k
+  float sum[kMaxGroup];   // of the elements: an offset of all codes adds this times it
+  float off[kMaxGroup];   // times a key's scale: how far q.k may exceed its estimate by upper bits
 
   template <class M>
   SketchQueries(const M* q, int G, int D) {
@@ -124,7 +123,7 @@ struct SketchQueries {
   }
 };
 
-// body<first bit>() for the four elements that a byte has.
+// Calls body<first bit>() for the four elements of a byte.
 template <class Body>
 inline void for_fields(const Body& body) {
   body.template operator()<0>();
@@ -133,7 +132,7 @@ inline void for_fields(const Body& body) {
   body.template operator()<6>();
 }
 
-// Calls body<heads>(first head) for all G heads, as many at a time as registers are for, up to kMost.
+// Calls body<heads>(first head) for all G heads, as many at a time as registers allow, up to kMost.
 template <int kMost, class Body>
 inline void for_heads(int G, const Body& body) {
   int g = 0;
@@ -147,13 +146,12 @@ inline void for_heads(int G, const Body& body) {
   if (g < G) body.template operator()<1>(g);
 }
 
-// Integer products of kHeads heads from head `first` on with the codes of kLanes tokens of each of kPages
-// sketches: all four bits of them, or the upper two. They are below 2^24, so that they are exact in float32,
-// too.
+// Integer products of kHeads heads from head `first` on with the codes of kLanes tokens in each of kPages
+// sketches: all four bits, or the upper two. They are below 2^24, so they are exact in float32, too.
 template <int kHeads, int kPages, bool kWhole>
 inline void multiply_codes(const SketchQueries& q, int first, const uint8_t* const* sketches, int D, int v,
                            Vec (&products)[kPages][kHeads]) {
-  // Chains of additions wait for themselves: two for every sum where there are few.
+  // Additions wait for one another: two chains for every sum if there are few sums.
   constexpr int kChains = kHeads * kPages < 8 ? 2 : 1;
   Vec sums[kPages][kHeads][kChains];
 #pragma GCC unroll 2
@@ -201,8 +199,8 @@ inline void multiply_codes(const SketchQueries& q, int first, const uint8_t* con
   }
 }
 
-// Two sketches of pages `from` to `to` side by side, or one. `bytes` of what comes next, up to n, are
-// fetched.
+// Calls body for two sketches of pages `from` to `to` side by side, or for one. Prefetches `bytes` of each
+// following sketch, up to n.
 template <class Body>
 inline void by_pairs(const uint8_t* base, const int32_t* pages, int from, int to, int n, int D, int bytes,
                      const Body& body) {
@@ -245,7 +243,7 @@ void score_sketches(const void* query, int G, int D, const void* sketches, const
   });
 }
 
-// The largest lane of every page's vectors, NaNs aside, of kLanes pages at a time.
+// The largest lane of every page's vectors, ignoring NaN, for kLanes pages at a time.
 inline Vec highest_of(const Vec (&pages)[kLanes]) {
   return fold_rows(pages, [](Vec a, Vec b) { return max(a, b); });
 }
@@ -292,12 +290,12 @@ void skim_sketches(const void* query, int G, int D, const void* sketches, const 
   }
 }
 
-// The bound of the weights is looked for in so many steps at most. It is near enough when what is below it is
-// this share of what may be.
+// The search for the bound of the weights takes at most this many steps. It ends early when the weight below
+// the bound is this share of what is allowed.
 inline constexpr int kBoundSteps = 8;
 inline constexpr float kBoundEnough = 0.9f;
 
-// Sums of weights that four chains of additions share.
+// Sums of weights by four chains of additions.
 template <class Term>
 inline float sum_of(int n, Term&& term) {
   Vec sums[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
@@ -311,7 +309,7 @@ inline float sum_of(int n, Term&& term) {
 }
 
 inline float weigh(float* scores, int n, Scale scale, float lse, float* unit) {
-  // A cap would make something of -inf.
+  // A cap would make a finite logit of -inf.
   const Vec none = set1(kNegInf), least = set1(-kMaxFloat);
   const auto logit = [&](int i) {
     const Vec score = load(scores + i), x = logits(score, scale);
@@ -325,8 +323,8 @@ inline float weigh(float* scores, int n, Scale scale, float lse, float* unit) {
   const Vec base = set1(*unit);
   return sum_of(n, [&](int i) {
     const Vec x = sub(logit(i), base);
-    // Sketches are exact to less than BF16. NaN becomes -inf. Of weights that are no normal numbers a sum
-    // might be one whose inverse is infinite.
+    // Sketches are less exact than BF16. NaN becomes -inf. Subnormal weights are dropped: the inverse of
+    // their sum might be infinite.
     const Vec exact = exponential<BF16>(max(min(set1(0.0f), x), none));
     const Vec weight = zero_below(exact, set1(kLeastWeight), exact);
     store(scores + i, weight);
@@ -336,8 +334,8 @@ inline float weigh(float* scores, int n, Scale scale, float lse, float* unit) {
 
 inline void light_bounds(const float* weights, int n, const float* allowed, int count, float* room,
                          float* bounds) {
-  // Tokens that weigh less than their part of what is allowed may be left out, were they all of them. It is
-  // the others that are looked at again, and mostly they are few.
+  // All tokens that weigh less than an equal part of what is allowed may be left out. Only the others, which
+  // are mostly few, are searched.
   const auto part = [&](int j) {
     const float exact = allowed[j] / static_cast<float>(n > 0 ? n : 1);
     return exact > kLeastWeight ? exact : kLeastWeight;
@@ -381,19 +379,19 @@ inline void mark_heavy(const float* weights, int n, float bound, uint16_t* masks
   }
 }
 
-// A block of tokens and their weights, as Values takes them: its values stay in the nearest cache while all
-// heads take them.
+// A block of tokens and their weights, as Values takes them. Its values stay in the L1 cache while all heads
+// read them.
 template <class M, class Values>
 struct WeighedRows {
   static constexpr int kMost = 64;
   static constexpr M kNothing[kMaxHeadDim] = {};
 
-  int count = 0;  // rows; then some that are 0
+  int count = 0;  // rows; zeros follow
   const M* rows[kMost + Values::kRows];
   alignas(64) float weights[kMaxGroup][kMost + kLanes];
 
-  // Rows of pages from `page` on, as many as there is room for; they are fetched. The first page that is
-  // left.
+  // Takes rows of pages from `page` on, as many as there is room for, and prefetches them. Returns the first
+  // page that is left.
   int take(const float* from, int64_t stride, const int32_t* at, int G, int D, const M* tiles,
            const int32_t* pages, const uint16_t* masks, int page, int n) {
     for (count = 0; page < n && count + kPage <= kMost; ++page) {
@@ -413,7 +411,7 @@ struct WeighedRows {
     return page;
   }
 
-  // Weights of head g become words of Values; their sum.
+  // Turns the weights of head g into words of Values. Returns their sum.
   float form_words(int g) {
     float* own = weights[g];
     for (int i = count; i < kMost; i += kLanes) store(own + i, set1(0.0f));
@@ -422,7 +420,7 @@ struct WeighedRows {
     return reduce_add(Values::template to_words<1, kMost>(own, sum));
   }
 
-  // o[h * D + d], in the order of Values, for kHeads heads from g on and kPairs pairs of vectors from d on.
+  // Adds to o[h * D + d], in the order of Values: kHeads heads from g on, kPairs pairs of vectors from d on.
   template <int kHeads, int kPairs>
   void add_pairs(int g, int d, int D, float* o) const {
     Vec x[kHeads][kPairs], y[kHeads][kPairs];
@@ -454,7 +452,7 @@ struct WeighedRows {
     }
   }
 
-  // What is left of a row, less than a pair.
+  // Adds the rest of a row, less than a pair.
   void add_tail(int g, int d, int D, float* o) const {
     Vec sum = load(o + g * D + d);
     for (int row = 0, word = 0; row < count; row += Values::kRows, ++word) {
@@ -478,7 +476,7 @@ void add_values(const float* weights, int64_t stride, const int32_t* at, int G, 
   };
   int taken = take(0, 0);
   for (int i = 0; blocks[i].count > 0; i = 1 - i) {
-    taken = take(1 - i, taken);  // which are fetched meanwhile
+    taken = take(1 - i, taken);  // prefetched while block i is added
     auto& block = blocks[i];
     for (int g = 0; g < G; ++g) sums[g] += block.form_words(g);
     for_heads<4>(G, [&]<int kHeads>(int g) {

@@ -3,10 +3,9 @@
 #include "kernels/rows.h"
 #include "simd/pace.h"
 
-// What finds its lines in the nearest cache reads them faster than memory delivers, and would have more
-// fetched at once than a core can have under way. Those that are too many are dropped, so that later on the
-// core waits for them, then finds the ones after them in the cache again, and so forth. Prefetches that keep
-// apart are not dropped.
+// A loop that finds its lines in the L1 cache reads faster than memory delivers. It then prefetches more
+// lines than a core can have in flight, and the excess prefetches are dropped. Later the core stalls on those
+// lines, and runs ahead again. Prefetches that are spaced apart are not dropped.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
@@ -26,9 +25,9 @@ class Spaced {
   int64_t zero_ = 0;
 };
 
-// Which of kWays is the fastest, found as prefetchers in hardware find how far ahead to go (Srinath et al.,
-// "Feedback Directed Prefetching", HPCA 2007): what other cores leave of the memory changes by the minute.
-// Those that are not in use are tried now and then.
+// Finds the fastest of kWays, as hardware prefetchers find their distance (Srinath et al., "Feedback Directed
+// Prefetching", HPCA 2007): the bandwidth that other cores leave changes by the minute. The other ways are
+// tried now and then.
 template <int kWays>
 class Throttle {
  public:
@@ -40,7 +39,7 @@ class Throttle {
     if (++calls_ % kTry != 0) return best;
     return (best + 1 + static_cast<int>(calls_ / kTry % (kWays - 1))) % kWays;
   }
-  // What a line took that way. Most of what disturbs makes it longer; lines from a cache make it shorter.
+  // Records the time of a line. Most disturbances make it longer; lines from a cache make it shorter.
   void note(int way, float ticks) {
     float& usual = ticks_[way];
     usual = usual == 0 ? ticks : usual + (ticks - usual) / (ticks < usual ? 2 : 8);
@@ -53,7 +52,7 @@ class Throttle {
   float ticks_[kWays] = {};
 };
 
-// Calls run<kGap>(first, end) for all of 0..units-1, in order. A unit reads so many lines of memory from
+// Calls run<kGap>(first, end) for all of 0..units-1, in order. A unit reads `lines` lines of memory from
 // kSide lists.
 template <int kSide, class Run>
 void throttled(int units, int lines, const Run& run) {

@@ -2,9 +2,9 @@
 
 #include "kernels/rows.h"
 
-// How tiles lie in memory (DType, kernels/table.h), and how they are written and read whole. What reads rows
-// where they lie, because it waits for memory, is in attend_*.h; whatever else reads tiles of Int8 unpacks
-// them first, and does the same as with tiles of bfloat16.
+// The layout of tiles in memory (DType, kernels/table.h), and how they are written and read whole.
+// Memory-bound kernels, which read rows in place, are in attend_*.h. All other readers of Int8 tiles unpack
+// them to bfloat16 first.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
@@ -29,7 +29,7 @@ inline const BF16* scales_of(const Int8* tile, int D) {
   return reinterpret_cast<const BF16*>(tile + 2 * kPage * D);
 }
 
-// The bits of the largest absolute value, whose order is that of the values.
+// The bits of the largest absolute value; they order as the values do.
 inline uint32_t largest_bits(const BF16* x, int n) {
   uint32_t largest = 0;
   for (int i = 0; i < n; ++i) {
@@ -46,11 +46,11 @@ inline int32_t nearest_integer(float x) {
 }
 
 inline constexpr float kMostInteger = 127.0f;
-// Of a row of smaller numbers; its inverse is a number, too.
+// The scale of a row of smaller numbers; its inverse is a number, too.
 inline constexpr float kLeastScale = 1e-37f;
 
-// One row; returns its scale. Plain loops without sums of products, the same on every ISA. No element is off
-// by more than half a scale: rounding the scale moves the largest integer, which is 127, by a quarter.
+// Packs one row; returns its scale. Plain loops without sums of products: the same on every ISA. No element
+// is off by more than half a scale: rounding the scale moves the largest integer, 127, by a quarter.
 inline BF16 pack_row(const BF16* from, int row, int D, Int8* tile) {
   const uint32_t largest = largest_bits(from, D);
   if (largest >= kNotFinite) {
@@ -75,7 +75,7 @@ inline uint32_t rounded_bits(float x) {
   return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
 }
 
-// Row `row` of the 2 * kPage of a tile, rounded.
+// Unpacks row `row` of the 2 * kPage of a tile, rounded.
 inline void unpack_row(const Int8* tile, int row, int D, BF16* to) {
   const float scale = to_float(scales_of(tile, D)[row]);
   for (int d = 0; d < D; ++d)
@@ -84,7 +84,7 @@ inline void unpack_row(const Int8* tile, int row, int D, BF16* to) {
 }
 
 using Four = uint32_t __attribute__((vector_size(16)));
-// Elements of a and b in turn: the first two of each, or the last two.
+// Interleaves elements of a and b: the first two of each, or the last two.
 inline Four zipped(Four a, Four b, bool last) {
 #if defined(__clang__)
   return last ? __builtin_shufflevector(a, b, 2, 6, 3, 7) : __builtin_shufflevector(a, b, 0, 4, 1, 5);
@@ -95,7 +95,7 @@ inline Four zipped(Four a, Four b, bool last) {
 
 // All keys of a tile: [kPage][D].
 inline void unpack_keys(const Int8* tile, int D, BF16* to) {
-  constexpr int kSide = 4;  // pairs of elements, and tokens, of a square that is turned over
+  constexpr int kSide = 4;  // pairs of elements, and tokens, of a square that is transposed
   float scale[kPage];
   for (int t = 0; t < kPage; ++t) scale[t] = to_float(scales_of(tile, D)[t]);
   for (int d = 0; d < D; d += 2 * kSide) {
@@ -186,7 +186,7 @@ void read_token(const void* tile, int D, int offset, void* out) {
   }
 }
 
-// Tiles of bfloat16 that tiles of Int8 are unpacked into, a few at a time: their numbers are 0, 1, 2, ...
+// bfloat16 tiles that tiles of Int8 are unpacked into, a few at a time: their numbers are 0, 1, 2, ...
 template <int kTiles>
 class Unpacked {
  public:
@@ -195,7 +195,7 @@ class Unpacked {
   BF16* tile(int i) { return tiles_ + i * TileOf<BF16>::size(D_); }
   const BF16* tiles() const { return tiles_; }
   const int32_t* pages() const { return kOrder.number; }
-  // Rows first..first + count - 1 of a tile, as those of tile i.
+  // Unpacks rows first..first + count - 1 of a tile into tile i.
   void take(int i, const Int8* from, int first, int count) {
     unpack_rows(from, first, count, D_, tile(i) + first * D_);
   }

@@ -7,8 +7,8 @@
 namespace fluxion {
 
 // Units that a head reads of `units`, which hold `tokens` tokens in units of `size`: ceil(budget * tokens /
-// size), at least one, at most all. A millionth is forgiven, so that a budget which float32 rounds up (0.05)
-// buys none too many.
+// size), at least one, at most all. Reduced by a millionth, so that a budget which float32 rounds up (0.05)
+// does not buy one unit too many.
 inline int units_of_budget(float budget, int tokens, int size, int units) {
   const double wanted = std::ceil(static_cast<double>(budget) * tokens / size * (1 - 1e-6));
   return static_cast<int>(std::clamp(wanted, 1.0, static_cast<double>(units)));

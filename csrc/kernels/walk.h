@@ -4,7 +4,7 @@
 #include "kernels/table.h"
 #include "kernels/tile.h"
 
-// The arithmetic of predictor/measure.cc: attention taken apart into what each page and token adds to it.
+// The arithmetic of predictor/measure.cc: what each page and token contributes to attention.
 namespace fluxion::FLUXION_ISA {
 namespace {
 

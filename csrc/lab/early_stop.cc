@@ -16,7 +16,7 @@ namespace {
 
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 
-// Of `count` numbers, `stride` apart; NaN where one of them is.
+// The LSE of `count` numbers, `stride` apart; NaN if one of them is.
 double log_sum(const float* x, int count, int64_t stride) {
   if (count == 1) return *x;
   double top = kMinusInf, sum = 0;
@@ -31,12 +31,12 @@ double log_add(double a, double b) {
   return top == kMinusInf ? top : top + std::log(std::exp(a - top) + std::exp(b - top));
 }
 
-float or_least(float score) { return std::max(kMinusInf, score); }  // of a NaN -inf
+float or_least(float score) { return std::max(kMinusInf, score); }  // -inf for NaN
 
-// Blocks of its order that a head takes in a microbatch, when the task has read so many: 64 KiB of bf16 tiles
-// with D = 128, because merging its result costs a fiftieth of reading it, or a share of what was read where
-// that is more: a task that reads far has large microbatches, which idle workers can help with, and reads too
-// much by that share at most.
+// Blocks of its order that a head takes in a microbatch, after the task has read `read` blocks. At least 64
+// KiB of bf16 tiles with D = 128: merging the result costs a fiftieth of reading them. At least a share of
+// what was read: a task that reads far has large microbatches, which idle workers can help with, and reads at
+// most that share too much.
 int microbatch(int read, int level) {
   constexpr int kPages = 8, kReadShare = 16;
   return std::max({1, kPages >> level, read / kReadShare});
@@ -58,7 +58,7 @@ void EarlyStop::reserve(int pages, int group, Scratch* scratch) const {
   room.ranked.resize(pages);
   room.placed.resize(pages);
   room.picked.resize(pages);
-  room.page_lse.resize(static_cast<size_t>(pages) * group);  // last: the others are there when it is
+  room.page_lse.resize(static_cast<size_t>(pages) * group);  // last: the other arrays exist when it does
 }
 
 void EarlyStop::check_shape(const LayerPlan& plan) const {
@@ -68,7 +68,7 @@ void EarlyStop::check_shape(const LayerPlan& plan) const {
                               std::to_string(plan.batch) + ", " + std::to_string(plan.kv_heads) + "].");
 }
 
-// 0 and 1: the heads read their budgets.
+// With 0 and 1 the heads read their budgets.
 bool EarlyStop::takes(const Layer& layer, const Task& task) const {
   const float stop = shares_.stop[layer.index(task)];
   return !(stop == 0 || stop == 1);
@@ -93,7 +93,7 @@ std::string EarlyStop::wrong(const Layer& layer, const Task& task) const {
 
 int64_t EarlyStop::bytes(const Layer& layer, const Task& task) const { return block_bytes(layer, task); }
 
-// What it reads shows only when it is read.
+// The selection is known only after reading.
 Selection EarlyStop::select(const Layer& layer, const Task& task, Scratch* s) const {
   alignas(64) float o[kMaxGroup * kMaxHeadDim];
   float lse[kMaxGroup];
@@ -103,21 +103,21 @@ Selection EarlyStop::select(const Layer& layer, const Task& task, Scratch* s) co
   return out;
 }
 
-// How far a head has come. Weights are logs of sums of exp(logit).
+// The progress of a head. Weights are logs of sums of exp(logit).
 struct EarlyStop::Head {
   float resident;  // weight of the residents
   float middle;    // weight of what it has attended to
   double least;    // least weight per token among the blocks it chose itself; +inf: it chose none
   int64_t left;    // tokens of the middle that it has not attended to
 
-  // Whether it goes on no more. False for NaN, and before anything was chosen.
+  // Whether it stops. False for NaN, and before anything was chosen.
   bool enough(double stop) const {
     const double rest = least + std::log(static_cast<double>(left));
     return 1 / (1 + std::exp(rest - log_add(resident, middle))) >= stop;
   }
 };
 
-// A task on its way.
+// The progress of a task.
 struct EarlyStop::Walk {
   const Layer& layer;
   const Task& task;
@@ -149,11 +149,11 @@ struct EarlyStop::Walk {
 
   int32_t* order(int g) const { return &room.order[g * static_cast<int64_t>(room.ranked.size() + 1)]; }
   const float* scores(int g) const { return &s->scores[g * s->stride(G)]; }
-  // Attended to already, for another head's sake.
+  // Already attended to for another head.
   bool had(int block) const { return together && s->chosen[block] != 0; }
 
-  // Makes the first `want` blocks of head g's order known: equal scores in the order of the blocks, NaN as
-  // -inf. What a task does not come to is never sorted.
+  // Finds the first `want` blocks of head g's order: equal scores in the order of the blocks, NaN as -inf.
+  // Blocks that a task does not reach are never sorted.
   void extend_order(int g, int want) {
     const uint16_t bit = static_cast<uint16_t>(1u << g);
     const float* of = scores(g);
@@ -171,7 +171,7 @@ struct EarlyStop::Walk {
     sorted[g] = want;
   }
 
-  // The best block that head g has not come to, or -1: it has come to all it may. quota: of a microbatch.
+  // The best block that head g has not reached; -1 at the end of its budget. quota: of a microbatch.
   int next(int g, int quota) {
     for (; walked[g] < wanted.count[g]; ++walked[g]) {
       if (walked[g] == sorted[g])
@@ -182,8 +182,7 @@ struct EarlyStop::Walk {
     return -1;
   }
 
-  // Takes up to `quota` blocks of the order of every head that goes on. Heads that have none left go on no
-  // more.
+  // Takes up to `quota` blocks of the order of every head in `going`. Removes heads that have none left.
   void pick(int quota, uint16_t* going) {
     count = 0;
     for (unsigned rest = *going; rest != 0; rest &= rest - 1) {
@@ -227,7 +226,7 @@ struct EarlyStop::Walk {
     out->reads.tile_bytes += batch.reads.tile_bytes;
   }
 
-  // What the microbatch says of the heads. Leaves in chosen[] the heads that read each block.
+  // Updates the heads by the microbatch. Leaves in chosen[] the heads that read each block.
   void learn(const float* mid_lse) {
     for (int j = 0, page = 0; j < count; ++j) {
       const int i = s->blocks[j], pages = at.to(i) - at.from(i);

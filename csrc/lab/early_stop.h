@@ -1,4 +1,4 @@
-// Tasks that read until they have enough, by PSA's rule (arXiv 2503.00392, Algorithm 1).
+// Tasks that read blocks until they have enough, by PSA's rule (arXiv 2503.00392, Algorithm 1).
 #pragma once
 
 #include <memory>
@@ -9,23 +9,23 @@
 
 namespace fluxion {
 
-// Every active head goes through the blocks of the middle in the order of its own scores, all of them a
-// microbatch at a time, until
+// Every active head goes through the blocks of the middle in the order of its own scores, in common
+// microbatches, until
 //
 //   P_acc = AS_acc / (AS_acc + AS_min * N_left) >= stop
 //
-// with AS_acc the weight (sum of exp(scale * q.k)) of all it has attended to. What the paper, whose algorithm
-// is for one query and a list of blocks that has all of a request's, leaves open:
+// with AS_acc the weight (sum of exp(scale * q.k)) of all it has attended to. The paper's algorithm is for
+// one query and a list of all blocks of a request. It leaves open:
 //
-// - Residents (sinks, window) are blocks that are computed before the first microbatch: their weight is in
-//   AS_acc. They do not come in the order of criticality, so they do not lower AS_min.
-// - Every head of a group has its own order, AS_acc, AS_min and N_left, and stops for itself; a block that
-//   several of them choose in one microbatch is read once. One order for a group would break the bound: a
-//   block that another head wanted says nothing of the blocks that this head would choose next.
-// - AS_min is the least weight among the blocks that a head chose itself; those it attends to for another
-//   head's sake (attend_union) count in AS_acc and N_left alone.
-// - AS_min and N_left are per token, because the first and the last block may be cut; where none is, it is
-//   the same.
+// - Residents (sinks, window) count as blocks that are computed before the first microbatch: their weight is
+//   in AS_acc. They are not in the order of criticality, so they do not lower AS_min.
+// - Every head of a group has its own order, AS_acc, AS_min and N_left, and stops on its own; a block that
+//   several heads choose in one microbatch is read once. One order for a group would break the bound: a block
+//   that another head wanted says nothing about the next blocks of this head.
+// - AS_min is the least weight among the blocks that a head chose itself. Blocks that it attends to for
+//   another head (attend_union) count in AS_acc and N_left alone.
+// - AS_min and N_left are per token, because the first and the last block may be cut; without cuts it is the
+//   same.
 //
 // A budget bounds how far down its order a head may go.
 class EarlyStop : public TaskKind {

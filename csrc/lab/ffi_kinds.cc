@@ -11,7 +11,7 @@ namespace {
 using ffi::Optional;
 using ffi::Tensor;
 
-// What the library was built for: objects of the two must have one layout.
+// The ABI that the library was built for: objects of both libraries must have one layout.
 int64_t companion_abi_version() { return kAbiVersion; }
 
 TaskKindRef single_tokens_create() { return make_kind<SingleTokens>(); }

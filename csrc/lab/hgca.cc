@@ -12,7 +12,7 @@ namespace fluxion {
 namespace {
 
 constexpr int kPiece = 64;               // pages of the middle that are scored at a time
-constexpr int64_t kWakeBytes = 1 << 20;  // keys to score from which sleeping workers are worth waking
+constexpr int64_t kWakeBytes = 1 << 20;  // keys to score that justify waking workers
 
 [[noreturn]] void refuse(const std::string& sentence) { throw std::invalid_argument(sentence); }
 
@@ -71,7 +71,7 @@ int Hgca::resident_pages(int n) const { return (resident_tokens(n) + kPage - 1) 
 int Hgca::resident_page(int n, int i) const {
   return i < shape_.sink_pages ? i : window_page(n) + i - shape_.sink_pages;
 }
-// Where the windows have a page of their row.
+// The page of a row's window that holds a logical page.
 int Hgca::slot_page(int page) const {
   const WindowView one_row{nullptr, 0, 1, shape_.sink_pages, WindowView::ring_of(config_.window)};
   return static_cast<int>(one_row.slot(0, page));
@@ -88,7 +88,7 @@ float Hgca::log_mass(const float* scores, int n, float scale) const {
   return mass[0];
 }
 
-// body(item, scratch) for every item, over the workers where they are free.
+// Calls body(item, scratch) for every item, on the workers if they are free.
 template <class Body>
 void Hgca::run(int items, int64_t bytes, const Body& body) {
   struct Job {
@@ -122,7 +122,7 @@ Hgca::Row* Hgca::row_of(int row) {
   return at.get();
 }
 
-// Room for so many pages in each list of the layer: the workers only fill it.
+// Makes room for this many pages in each list of the layer; workers only fill it.
 void Hgca::reserve(Row* row, int layer, int64_t pages) {
   for (int h = 0; h < shape_.kv_heads; ++h) {
     Contextual& set = row->context[static_cast<size_t>(layer) * shape_.kv_heads + h];
@@ -163,7 +163,7 @@ std::string Hgca::check(int row, int length, const int32_t* pages, int64_t page_
   return pool_->check_pages(pages, (length + kPage - 1) / kPage);
 }
 
-// Whether what is known of `known` tokens can be brought up to n: no token went by unseen.
+// Whether the state of `known` tokens can be updated to n: no token was missed.
 bool Hgca::follows(int known, int n) const {
   return known > 0 && known < n && (window_page(n) == window_page(known) || window_page(n) * kPage <= known);
 }
@@ -213,8 +213,8 @@ void Hgca::evaluate_residents(const Evaluation& at, int head, Scratch* s) const 
   }
 }
 
-// The contextual set of the whole middle. It is scored twice, first for what the queries' weights add up to:
-// so the scratch holds a piece of it, whatever its length. Every query sees all of it.
+// Finds the contextual set of the whole middle. Scores it twice, first for the sums of the queries' weights,
+// so the scratch holds only a piece of it, whatever its length. Every query sees all of it.
 void Hgca::evaluate_middle(const Evaluation& at, int head, Scratch* s) const {
   Contextual* set = &at.row->context[static_cast<size_t>(at.layer) * shape_.kv_heads + head];
   set->pages.clear();
@@ -265,7 +265,7 @@ void Hgca::establish(int layer, int row, const HgcaQueries& given, const int32_t
            " tokens; give 1 to " + std::to_string(kHgcaQueries) + ", at most one a token.");
   }
   HgcaQueries queries = given;
-  // Of a window as short as that, earlier ones do not see all of the middle.
+  // With a window this short, earlier queries do not see all of the middle.
   queries.count = std::min(queries.count, config_.window);
   queries.q += (given.count - queries.count) * given.stride;
   listed_.clear();
@@ -278,7 +278,7 @@ void Hgca::establish(int layer, int row, const HgcaQueries& given, const int32_t
   r->lengths[layer] = queries.length;
 }
 
-// What leaves the window between `from` and `to` tokens.
+// Lists salient tokens of the pages that leave the window between `from` and `to` tokens.
 void Hgca::evict(Row* row, int layer, int head, int from, int to) const {
   const float threshold = config_.beta / static_cast<float>(resident_tokens(from));
   Contextual* set = &row->context[static_cast<size_t>(layer) * shape_.kv_heads + head];
@@ -286,7 +286,7 @@ void Hgca::evict(Row* row, int layer, int head, int from, int to) const {
     add_page(set, page, averages_of(row, layer, head, 0) + slot_page(page) * kPage, slots_, threshold);
 }
 
-// The weights of a step's query over its residents enter the averages, of which `known` tokens have one.
+// Adds the weights of a step's query over its residents to the averages, of which `known` tokens have one.
 void Hgca::observe(const HgcaStep& step, int b, int head, int known, Scratch* s) const {
   const int row = step.rows[b], n = step.seq_lens[b];
   const int count = resident_pages(n), residents = resident_tokens(n);

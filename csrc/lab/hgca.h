@@ -1,5 +1,5 @@
-// What HGCA remembers of requests (Deng et al., "HGCA: Hybrid GPU-CPU Attention", Algorithm 1): how much
-// every query head has attended to every resident token, and which tokens of the middle it goes on to read.
+// What HGCA remembers of requests (Deng et al., "HGCA: Hybrid GPU-CPU Attention", Algorithm 1): the attention
+// of every query head to every resident token, and the tokens of the middle that it reads.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct HgcaConfig {
   int q_heads;
   int window;   // tokens, a multiple of 16
   int rows;     // of SGLang's request table
-  float alpha;  // in [0, 1]: what the newest weight counts in the moving average
+  float alpha;  // in [0, 1]: weight of the newest value in the moving average
   float beta;   // at least 0: a token is salient if its weight exceeds beta times the mean weight; 0: all are
 };
 
@@ -45,37 +45,36 @@ struct HgcaStep {
 };
 
 // State is kept by row. A row is *known* in a layer when its averages describe the residents of its first
-// `length` tokens and its lists the middle of these. What a known row lists stays listed, in the order in
-// which blocks left the window, until establish() evaluates the middle anew.
+// `length` tokens and its lists the middle of these. Tokens that a known row lists stay listed, in the order
+// in which blocks left the window, until establish() evaluates the middle anew.
 //
-// Groups are independent and each is one worker's, so the numbers do not depend on the workers or on the
+// Groups are independent and one worker computes each, so the numbers do not depend on the workers or on the
 // batch. One thread at a time.
 class Hgca {
  public:
   // Throws std::invalid_argument for a geometry that does not fit the pool.
   Hgca(std::shared_ptr<HostPool> pool, const HgcaConfig& config);
 
-  // Makes a row known in a layer from its last queries (lines 8 and 19 to 22): of each resident the average
-  // of the weights that the queries which see it give it, over the residents that they see; salient of the
-  // middle is what on average has more than beta / its tokens, of weights over the middle alone. Throws
+  // Makes a row known in a layer from its last queries (lines 8 and 19 to 22). The average of a resident is
+  // over the queries that see it, of its weight among the residents that they see. A token of the middle is
+  // salient if its average weight exceeds beta / its tokens; these weights are over the middle alone. Throws
   // std::invalid_argument before anything is changed.
   void establish(int layer, int row, const HgcaQueries& queries, const int32_t* pages, int64_t page_count,
                  float scale);
-  // Brings the rows of a step up to date (lines 8 to 14, 23 and 24): of the tokens that left the window since
-  // the row's last step, those are listed whose average exceeds beta / the tokens resident then; then the
-  // weights of this step's query over the residents enter the averages. A token's average begins with its
-  // first weight. A row that is not known, or whose residents it did not see all, is established from the
-  // step's own query. A request that cannot be read lists nothing. Returns how many pages the groups of the
-  // step list together.
+  // Brings the rows of a step up to date (lines 8 to 14, 23 and 24). Lists the tokens that left the window
+  // since the row's last step and whose average exceeds beta / the tokens resident then. Then the weights of
+  // this step's query over the residents enter the averages; a token's average begins with its first weight.
+  // A row that is not known, or that missed some residents, is established from the step's own query. A
+  // request that cannot be read lists nothing. Returns how many pages the groups of the step list together.
   int64_t step(const HgcaStep& step);
-  // What the last step lists, in the layout of ListedTokens: offsets of listed() groups and one more, pages
-  // and masks of listed_pages(). Until a row is established or released.
+  // The lists of the last step, in the layout of ListedTokens: listed() + 1 offsets, pages and masks of
+  // listed_pages(). Valid until a row is established or released.
   int64_t listed() const { return static_cast<int64_t>(listed_.size()); }
   int64_t listed_pages() const;
   void lists(int64_t* offsets, int32_t* pages, uint16_t* masks) const;
 
-  // The averages of a known row's residents, in the order of their positions: out [Hq][tokens]. How many
-  // tokens they are; 0: not known.
+  // The averages of a known row's residents, in the order of their positions: out [Hq][tokens]. Returns the
+  // number of tokens; 0: not known.
   int averages(int layer, int row, float* out, int64_t room) const;
   void release(int row);
   // Memory of the rows.
@@ -128,10 +127,10 @@ class Hgca {
   const KernelTable& kernels_;
   const int group_, slots_;
   std::vector<std::unique_ptr<Row>> rows_;
-  std::vector<Scratch> scratch_;  // one a worker
+  std::vector<Scratch> scratch_;  // one for each worker
   std::vector<uint16_t> ones_;
   // The last step.
-  std::vector<const Contextual*> listed_;  // [B * Hk]; nullptr: of a request that cannot be read
+  std::vector<const Contextual*> listed_;  // [B * Hk]; nullptr: the request cannot be read
 };
 
 }  // namespace fluxion

@@ -14,7 +14,7 @@ using namespace lfps;
 
 namespace {
 
-constexpr int kRoom = 256;  // tokens to be decoded that tables have room for from the start
+constexpr int kRoom = 256;  // room of new tables for tokens to be decoded
 
 }  // namespace
 
@@ -37,7 +37,7 @@ Lfps::Lfps(std::shared_ptr<HostPool> pool, const LfpsConfig& config)
   states_.resize(static_cast<size_t>(shape.layers) * config.rows);
 }
 
-// Room for `tokens` tokens, by an eighth more at a time.
+// Makes room for `tokens` tokens; grows by at least an eighth.
 void Lfps::reserve(State* state, int tokens) const {
   if (tokens <= state->capacity) return;
   const int old = state->capacity;
@@ -170,7 +170,7 @@ void Lfps::update(const LfpsStep& step, const LfpsChoice& choice) {
              [&](int i, Scratch* scratch) { update_group(step, choice, i / heads, i % heads, scratch); });
 }
 
-// Eq. 10: what the chosen tokens weigh beside all tokens but the sinks, half of it to either table.
+// Eq. 10: adds the weight of the chosen tokens among all tokens but the sinks, half of it to either table.
 void Lfps::update_group(const LfpsStep& step, const LfpsChoice& choice, int b, int h, Scratch* s) const {
   const KernelTable& kernels = pool_->kernels();
   const int64_t group = static_cast<int64_t>(b) * pool_->shape().kv_heads + h;
@@ -187,7 +187,7 @@ void Lfps::update_group(const LfpsStep& step, const LfpsChoice& choice, int b, i
       for (unsigned left = choice.chosen[i * group_ + g]; left != 0; left &= left - 1) {
         const int t = std::countr_zero(left), position = choice.pages[i] * kPage + t;
         s->positions[count] = position;
-        // They lie apart, and nobody has read them in this step.
+        // They lie apart, and no cache has them.
         __builtin_prefetch(&by_position.values[position], 1);
         __builtin_prefetch(&by_offset.values[n - 1 - position], 1);
         s->scores[count] = choice.scores[(i * group_ + g) * kPage + t];

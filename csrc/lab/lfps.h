@@ -1,5 +1,5 @@
-// LFPS: which tokens past attention says to look at (Learn From the Past for Sparse Indexing, section 4.2).
-// lab/lfps.py says what is from the paper and what was reconstructed.
+// LFPS: chooses tokens by past attention (Learn From the Past for Sparse Indexing, section 4.2). lab/lfps.py
+// says what is from the paper and what was reconstructed.
 #pragma once
 
 #include <array>
@@ -19,8 +19,8 @@ struct LfpsConfig {
   int window;  // tokens, a multiple of 16
   double decay;
   double alpha_vertical, alpha_slash;
-  double bypass;    // a head whose share of attention to the first tokens is above it is not looked at
-  bool expand;      // candidates' neighbours, too
+  double bypass;    // heads with a larger share on the first tokens are passed by
+  bool expand;      // candidates' neighbours are candidates, too
   int renormalise;  // binary digits by which entries may outgrow their true values
 };
 
@@ -58,15 +58,15 @@ struct LfpsChoice {
   const int32_t* pages;
   const uint16_t* chosen;  // [n][G]: tokens attended to
   const float* scores;     // [n][G][16]: q.k of the chosen ones
-  const float* given_lse;  // [B][Hq], of the plan: heads with a number were not looked at
+  const float* given_lse;  // [B][Hq], of the plan: heads with a number were passed by
   const float* local_lse;  // [B][Hq]: LSE over the window
   float scale;
 };
 
-// Per layer and request row two score tables a query head: vertical by position, slash by the offset from the
-// current token. Entries are stored divided by decay^steps, so that a step multiplies one number and touches
-// the chosen entries alone; sums of powers go along, so that thresholds cost nothing; and the scan reads a
-// byte an entry, its code, which says of nearly all how they compare. Memory: 10 bytes a head and token, for
+// Per layer and request row, every query head has two score tables: vertical by position, slash by the offset
+// from the current token. Entries are stored divided by decay^steps, so that a step multiplies one number and
+// touches only the chosen entries. Sums of powers are kept, so that thresholds cost nothing. The scan reads
+// one byte an entry, its code, which decides nearly all comparisons. Memory: 10 bytes a head and token, for
 // the longest a row has been since it was released.
 //
 // One thread at a time. Requests, and heads, do not depend on one another.
@@ -86,9 +86,9 @@ class Lfps {
   bool begun(int layer, int row) const { return at(layer, row) != nullptr; }
 
   int64_t bytes() const;
-  // Cumulative: heads planned, of these passed by, and tokens that the others had as candidates.
+  // Cumulative: heads planned, heads passed by, and tokens that the others had as candidates.
   std::array<int64_t, 3> counts() const { return {planned_, passed_, candidates_}; }
-  // One head's tables as they truly are: vertical [n] by position, slash [n] by offset.
+  // One head's true tables: vertical [n] by position, slash [n] by offset.
   void tables(int layer, int row, int head, float* vertical, float* slash, int n) const;
   int group() const { return group_; }
   const HostPool& pool() const { return *pool_; }
@@ -144,7 +144,7 @@ class Lfps {
   int group_;
   float digits_;  // 2^-renormalise
   std::vector<std::unique_ptr<State>> states_;
-  std::vector<Scratch> scratch_;  // one a worker
+  std::vector<Scratch> scratch_;  // one for each worker
   std::vector<int> counts_;       // pages that each group of a plan lists
   int64_t planned_ = 0, passed_ = 0, candidates_ = 0;
 };

@@ -35,8 +35,8 @@ inline double squared_norm(const char* q, int D, DType dtype) {
 
 }  // namespace lfps
 
-// body(i, scratch) for i in [0, count), over the workers, or in the caller alone while they are busy. wake:
-// those that sleep, too.
+// Calls body(i, scratch) for i in [0, count), over the workers, or in the caller alone while they are busy.
+// wake: also wakes workers that sleep.
 template <class Body>
 void Lfps::for_groups(int count, const Body& body, bool wake) {
   struct Job {

@@ -13,9 +13,9 @@ using namespace lfps;
 constexpr int kFirst = 4;  // tokens whose attention says how sparse a head is: the paper's sinks
 constexpr int kLocal = 5;  // the most recent tokens
 
-constexpr int kBitsets = 6;  // that `candidates` needs beside its result
+constexpr int kBitsets = 6;  // that `candidates` needs besides its result
 
-// Of scale * scores[from..to).
+// The LSE of scale * scores[from..to).
 double lse_of(const float* scores, int from, int to, float scale) {
   double lse = kNothing;
   for (int i = from; i < to; ++i) lse = log_add(lse, static_cast<double>(scale) * scores[i]);
@@ -72,7 +72,7 @@ int64_t Lfps::plan(const LfpsStep& step, const LfpsPlan& plan) {
     counts_[i] =
         plan_group(step, plan, i / heads, i % heads, plan.pages + to, plan.masks + to * group_, scratch);
   });
-  // The lists close up.
+  // Closes the gaps between the lists.
   int64_t count = 0;
   plan.offsets[0] = 0;
   for (int i = 0; i < groups; ++i) {
@@ -91,7 +91,7 @@ int64_t Lfps::plan(const LfpsStep& step, const LfpsPlan& plan) {
   return count;
 }
 
-// How many pages the group lists.
+// Returns how many pages the group lists.
 int Lfps::plan_group(const LfpsStep& step, const LfpsPlan& plan, int b, int h, int32_t* pages,
                      uint16_t* masks, Scratch* s) const {
   const PoolShape& shape = pool_->shape();
@@ -110,7 +110,7 @@ int Lfps::plan_group(const LfpsStep& step, const LfpsPlan& plan, int b, int h, i
   s->counts[1] += std::popcount(passed);
   for (int g = 0; g < group_; ++g) {
     uint64_t* chosen = s->bitset(kBitsets + g, words_of(n));
-    // Below 1 a budget ranks, so that the choice comes with its scores. A head that is passed by lists
+    // A budget below 1 ranks, so that the choice comes with its scores. A head that is passed by lists
     // nothing, but has a task, which merges what is given.
     plan.budget[at_head + g] = static_cast<float>(std::min(plan.k, 1 - 1e-6));
     if (passed >> g & 1) {
@@ -144,8 +144,8 @@ int Lfps::plan_group(const LfpsStep& step, const LfpsPlan& plan, int b, int h, i
   return count;
 }
 
-// Eq. 5 and 6: the group's heads whose attention goes to the first tokens. Of these the middle becomes one
-// token: the mean value, with what the tokens are estimated to weigh together.
+// Eq. 5 and 6: the heads of the group whose attention goes to the first tokens. For these the middle becomes
+// one token: the mean value, with the estimated weight of all its tokens.
 uint16_t Lfps::pass_by(const LfpsStep& step, const LfpsPlan& plan, int b, int h) const {
   if (config_.bypass >= 1) return 0;
   const PoolShape& shape = pool_->shape();
@@ -153,7 +153,7 @@ uint16_t Lfps::pass_by(const LfpsStep& step, const LfpsPlan& plan, int b, int h)
   const int end_page = window_start_page(n, shape.sink_pages, config_.window);
   const double middle = (end_page - shape.sink_pages) * kPage;
   const int32_t* pages = plan.table + b * plan.table_stride;
-  // In the middle there is a token, so there are kFirst and kLocal others.
+  // The middle has a token, so there are kFirst and kLocal others.
   constexpr int kTokens = kFirst + kLocal;
   int32_t tokens[kTokens];
   for (int i = 0; i < kTokens; ++i) {
@@ -184,10 +184,10 @@ uint16_t Lfps::pass_by(const LfpsStep& step, const LfpsPlan& plan, int b, int h)
   return passed;
 }
 
-// Eq. 7 to 9, of a head of a request of n tokens: its candidates, chosen[words_of(n)] by position.
+// Eq. 7 to 9: the candidates of a head of a request with n tokens: chosen[words_of(n)] by position.
 //
-// Codes say most of it. An entry that has the code of the limit is looked at, but only where nothing else has
-// made its position a candidate, or ruled it out.
+// Codes decide most entries. An entry with the code of the limit is read only if its position is not decided
+// otherwise.
 void Lfps::candidates(State* state, int head, int n, uint64_t* chosen, Scratch* s) const {
   ScoreTable by_position = vertical(state, head), by_offset = slash(state, head);
   const Limits position = by_position.limits(config_.alpha_vertical);
@@ -212,7 +212,7 @@ void Lfps::candidates(State* state, int head, int n, uint64_t* chosen, Scratch* 
                           equal_s);
     above_s[-1] = equal_s[-1] = above_s[words] = equal_s[words] = 0;
     const auto has = [](const uint64_t* bits, int i) { return (bits[i / kWord] >> i % kWord & 1) != 0; };
-    // Entries to look at lie apart, so all are fetched before the first is wanted. Offset d is position n - 1
+    // Undecided entries lie apart, so all are prefetched before the first is read. Offset d is position n - 1
     // - d.
     for (int w = from; w < to; ++w) {
       const int least = n - kWord * (w + 1);  // offset of the word's last position
@@ -236,7 +236,7 @@ void Lfps::candidates(State* state, int head, int n, uint64_t* chosen, Scratch* 
   std::fill_n(chosen, words, uint64_t{0});
   uint64_t* first = config_.expand ? s->bitset(kBitsets - 1, words) : chosen;
   above(&Limits::first, middle, first);
-  // What has come from the window last: nobody could attend to it from here so far.
+  // The page that left the window last: its tokens could not be chosen in earlier steps.
   first[(end - kPage) / kWord] |= uint64_t{0xffff} << (end - kPage) % kWord;
   if (!config_.expand) return;
   first[from - 1] = first[to] = 0;

@@ -11,7 +11,7 @@ namespace fluxion {
 
 namespace {
 
-// visit(j, t, at) for every scored token: at its place among them. s->blocks[j]: those of page j.
+// Calls visit(j, t, at) for every scored token, number `at`. s->blocks[j]: the scored tokens of page j.
 template <class Visit>
 void each_scored(const Scratch* s, int count, const Visit& visit) {
   int at = 0;
@@ -97,7 +97,7 @@ Selection ListedTokens::select(const Layer& layer, const Task& task, Scratch* s)
   }
   const int scored = rank(layer, task, wanted, s);
   if (all_.chosen != nullptr && !s->looks_on) std::copy_n(masks, pages * G, all_.chosen + first * G);
-  // Down to the pages that some head reads.
+  // Keeps the pages that some head reads.
   const int32_t* page = layer.pages(task);
   int64_t rows = 0;
   for (int j = 0; j < pages; ++j) {
@@ -125,9 +125,9 @@ Selection ListedTokens::run(const Layer& layer, const Task& task, Scratch* s, fl
   return chosen;
 }
 
-// Takes from the masks of the scratch what heads with a part of the middle leave out of their lists; how many
-// keys it scored: those that a head lists which has to leave some of them out, or might have to where the
-// plan asks for a record of what was chosen.
+// Removes from the masks of the scratch what heads with a part of the middle leave out of their lists.
+// Returns how many keys it scored: the lists of heads that must leave some out, or might have to, if the plan
+// asks for a record of the choice.
 int ListedTokens::rank(const Layer& layer, const Task& task, const Wanted& wanted, Scratch* s) const {
   const int G = layer.group, pages = count(layer, task);
   const int64_t first = begin(layer, task);
@@ -161,7 +161,7 @@ int ListedTokens::rank(const Layer& layer, const Task& task, const Wanted& wante
   return scored;
 }
 
-// Scores what any of `heads` lists; how many tokens.
+// Scores what any of `heads` lists. Returns the number of tokens.
 int ListedTokens::score_listed(const Layer& layer, const Task& task, unsigned heads, Scratch* s) const {
   const int G = layer.group, pages = count(layer, task);
   const int64_t first = begin(layer, task);
@@ -184,7 +184,7 @@ void ListedTokens::keep_best(const Layer& layer, const uint16_t* listed, int pag
                              bool alone, int best, Scratch* s) const {
   const int G = layer.group;
   float* scores = s->scores.data() + g * s->stride(G);
-  int tokens = 0;  // the head's own, drawn together: never ahead of where they come from
+  int tokens = 0;  // the head's own, compacted in place
   if (alone) {
     tokens = scored;
   } else {

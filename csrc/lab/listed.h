@@ -7,7 +7,7 @@ namespace fluxion {
 
 class ListedTokens : public TaskKind {
  public:
-  static constexpr int kBlk = -1;  // of its groups
+  static constexpr int kBlk = -1;  // blk of its groups
 
   // Group b * H + h has the pages [offsets[b * H + h], offsets[b * H + h + 1]).
   struct Lists {
@@ -17,17 +17,17 @@ class ListedTokens : public TaskKind {
     const uint16_t* masks;  // [count][G]: bit t = the head has token t of the page
     int64_t count;
     int group;  // G
-    // What the CPU's tasks chose, written by the time the layer is finished; nullptr: nobody asks. With it
-    // every head with a part of the middle is scored, also where it leaves nothing out.
+    // What the CPU's tasks chose, written by the time the layer is finished; nullptr: not recorded. With it
+    // every head with a part of the middle is scored, even if it leaves nothing out.
     uint16_t* chosen = nullptr;  // [count][G]: tokens attended to
     float* scores = nullptr;     // [count][G][16]: q.k of what such heads list
-    // Attention that is merged into that of the lists, [B][Hq][D] and [B][Hq]; nullptr: nothing is given.
+    // Attention to merge into that of the lists, [B][Hq][D] and [B][Hq]; nullptr: none.
     const float* given_o = nullptr;
     const float* given_lse = nullptr;
     int64_t q_heads = 0, head_dim = 0;  // of what is given
   };
 
-  // memory keeps alive what the lists point to.
+  // memory keeps the arrays of the lists alive.
   ListedTokens(const Lists& lists, std::shared_ptr<const void> memory)
       : all_(lists), memory_(std::move(memory)) {}
 

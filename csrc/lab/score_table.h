@@ -1,4 +1,4 @@
-// A score table of LFPS: what past attention has given to positions or to offsets, of one query head.
+// A score table of LFPS: the past attention of one query head to positions or to offsets.
 #pragma once
 
 #include <algorithm>
@@ -23,30 +23,30 @@ struct PowerSums {
   }
 };
 
-// Values that an entry is compared with: it has to be above them.
+// An entry counts if it is above a limit.
 struct Limits {
   float mean;
   float first;  // of initial candidates
 };
 
-// The mean, and the threshold that the paper's Eq. 8 draws from the "approximate kurtosis", reconstructed
-// (lab/lfps.py has why): mean + (alpha + 3 / kurtosis) * sqrt(m4 / m2), m2 and m4 being the central
-// moments. In float, to the nearest: of a table of equal entries no entry is above its mean.
+// The mean, and the threshold of the paper's Eq. 8 from the "approximate kurtosis", reconstructed
+// (lab/lfps.py has why): mean + (alpha + 3 / kurtosis) * sqrt(m4 / m2), with the central moments m2 and m4.
+// Rounded to float: in a table of equal entries no entry is above its mean.
 inline Limits limits_of(const PowerSums& sums, int64_t n, double alpha) {
   if (n == 0) return {0, 0};
   double raw[4];
   for (int i = 0; i < 4; ++i) raw[i] = sums.of[i] / static_cast<double>(n);
   const double mean = raw[0], m2 = raw[1] - mean * mean;
   const double m4 = raw[3] - 4 * mean * raw[2] + 6 * mean * mean * raw[1] - 3 * mean * mean * mean * mean;
-  // Flat, or as good as flat: the differences are rounding.
+  // Flat, up to rounding.
   if (!(m2 > 1e-9 * mean * mean) || !(m4 > 0)) return {static_cast<float>(mean), static_cast<float>(mean)};
   const double kurtosis = m4 / (m2 * m2);
   return {static_cast<float>(mean), static_cast<float>(mean + (alpha + 3 / kurtosis) * std::sqrt(m4 / m2))};
 }
 
-// Eight bits that keep the order of the floats from 0 on: what is larger has no smaller code. A code has the
-// exponent and the first three binary digits, less a base, and what lies outside of 0 to 255 has the nearer
-// end. So two codes that differ tell how their numbers compare, and only of equal ones nobody knows.
+// Eight-bit codes that keep the order of floats from 0 on: a larger number has no smaller code. A code is the
+// exponent and the first three binary digits, less a base, and limited to 0 to 255. Different codes decide a
+// comparison of their numbers; equal codes do not.
 class Codes {
  public:
   // Numbers from half of `mean` to 2^30 times it have codes of their own.
@@ -62,7 +62,7 @@ class Codes {
   static constexpr int kBelow = 8;  // an octave
   static constexpr int kNone = 1 << 12;
   explicit Codes(int base) : base_(base) {}
-  // Of a NaN that of infinity at least; negative numbers, which no entry is, are 0.
+  // A NaN counts as infinity at least; negative numbers, which no entry is, as 0.
   static int digits(float x) {
     return x <= 0 ? 0 : static_cast<int>(std::bit_cast<uint32_t>(x) >> 20 & 0x7ff);
   }
@@ -76,9 +76,9 @@ struct TableStatistics {
   Codes code;
 };
 
-// Entries, and their codes, lie in memory of the owner. The statistics are those of the entries [begin, end).
-// Entries only grow until they are all multiplied, so that their codes, which are made for the mean as it
-// was, serve for a hundred steps and more.
+// The owner has the memory of entries and codes. The statistics are those of the entries [begin, end).
+// Entries only grow until they are all multiplied, so codes made for an earlier mean serve for a hundred
+// steps and more.
 struct ScoreTable {
   float* values;
   uint8_t* codes;
@@ -95,13 +95,13 @@ struct ScoreTable {
   void extend(int to) {
     for (; end < to; ++end) statistics->sums.add(values[end]);
   }
-  // A power of two, so that nothing is lost but what underflows.
+  // by: a power of two, so that only underflow loses anything.
   void multiply(int entries, float by) {
     for (int i = 0; i < entries; ++i) values[i] *= by;
     statistics->sums.multiply(by);
     statistics->code = Codes();
   }
-  // New codes where those at hand do not fit the limits.
+  // Makes new codes if the present ones do not fit the limits.
   void encode(int entries, const Limits& limits) {
     if (statistics->code.fit(limits)) return;
     const Codes code = Codes::around(limits.mean);

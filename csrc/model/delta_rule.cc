@@ -9,11 +9,11 @@
 namespace fluxion {
 namespace {
 
-// Channels, and rows of a state, that a worker takes at a time. So many rows of 128 keys stay in the nearest
+// Channels, and rows of a state, that a worker takes at a time. This many rows of 128 keys fit in the L1
 // cache.
 constexpr int kChannels = 128;
 constexpr int kStateRows = 32;
-// Rows of a pass whose vectors are in the scratch memory together.
+// Rows of a pass whose vectors are in the scratch memory at once.
 constexpr int64_t kBlock = 256;
 
 constexpr int parts(int all, int size) { return (all + size - 1) / size; }

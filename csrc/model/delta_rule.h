@@ -1,4 +1,4 @@
-// Layers that keep a state a request in place of keys and values, over the rows of a pass.
+// Layers that keep one state per request in place of keys and values, over the rows of a pass.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace fluxion {
 struct StatefulRows {
   int64_t requests;
   const int32_t* starts;  // [requests + 1], first rows; nullptr: one row each
-  const int32_t* slots;   // [requests] of the states; a negative one: rows that are not there
+  const int32_t* slots;   // [requests] of the states; negative: padding rows
 
   int64_t first(int64_t request) const { return starts != nullptr ? starts[request] : request; }
   int64_t rows() const { return first(requests); }
@@ -24,15 +24,15 @@ struct StatefulRows {
 // The kernel `convolve`.
 struct ConvolutionLayer {
   StatefulRows at;
-  const bool* goes_on;  // [requests], whether the state is one; if not, it begins with zeros. nullptr: all
+  const bool* goes_on;  // [requests], whether the state is valid; if not, it begins with zeros. nullptr: all
   Rows x, out;
   int channels, taps;
   const void *weights, *bias;  // bias nullptr: none
   Rows states;                 // one a slot
 };
 
-// The gated delta rule, as the kernel `delta_rule` has it: of unit vectors of query and key, the query's
-// divided by the root of `keys`. With a_log, decay = exp(-exp(a_log) softplus(a + dt_bias)) and strength =
+// The gated delta rule of the kernel `delta_rule`, for unit vectors of query and key; the query's is divided
+// by the root of `keys`. With a_log, decay = exp(-exp(a_log) softplus(a + dt_bias)) and strength =
 // sigmoid(b); without it, decay = exp(a), strength = b.
 struct DeltaRuleLayer {
   StatefulRows at;
@@ -42,7 +42,7 @@ struct DeltaRuleLayer {
   const float *a_log, *dt_bias;  // [heads], or nullptr
   float* states;                 // [values][keys] of every head of a slot
   int64_t slot_stride;           // floats
-  const int32_t* snapshot_at;    // [requests]: before the token of this number the state is copied; -1: never
+  const int32_t* snapshot_at;    // [requests]: token before which the state is copied; -1: never
   float* snapshots;              // [requests][heads][values][keys], or nullptr
 };
 

@@ -1,5 +1,5 @@
-// The C ABI of model layers. Argument checks live here: each layer is checked once and becomes a step, which
-// runs at once, or as often as the program that it was added to.
+// The C ABI of model layers. Arguments are checked here: each layer is checked once and becomes a step, which
+// runs at once, or with every run of the program that it was added to.
 #include <tvm/ffi/cast.h>
 #include <tvm/ffi/optional.h>
 
@@ -17,7 +17,7 @@
 namespace fluxion {
 namespace {
 
-// What computes layers: workers, kernels by DType, and memory that one layer at a time uses.
+// Computes layers: workers, kernels by DType, and scratch memory for one layer at a time.
 class LayersObj : public ffi::Object {
  public:
   LayersObj(std::shared_ptr<WorkerPool> w, const KernelTable* f32, const KernelTable* bf16)
@@ -68,7 +68,7 @@ int int_size(int64_t size, const char* name) {
   return static_cast<int>(size);
 }
 
-// What may be packed: [outputs][in], contiguous, of a dtype and with inputs that the layers have panels for.
+// Checks weights that may be packed: [outputs][in], contiguous, of a dtype and inputs that have panels.
 DType expect_panels(const LayersObj& layers, const TensorView& weights) {
   const DType dtype = dtype_of(weights);
   expect(weights, "weights", type_of(dtype), {-1, -1}, 2);
@@ -264,7 +264,7 @@ auto rope_step(Layers layers, TensorView positions, TensorView q, TensorView k, 
   };
 }
 
-// What all layers of experts are given, and their shape but for the weights.
+// Checks the arguments of all layers of experts. Returns their shape without the weights.
 ExpertsLayer experts_layer(DType dtype, const TensorView& x, const TensorView& ids, const TensorView& weights,
                            const TensorView& gate_up, bool gelu, double alpha, double limit,
                            const TensorView& out) {
@@ -334,7 +334,7 @@ auto experts_quantised_step(Layers layers, TensorView x, TensorView ids, TensorV
   ExpertsLayer layer = experts_layer(dtype, x, ids, weights, gate_up, gelu, alpha, limit, out);
   const QuantisedFormat format = expect_format(bits, group, minima, layer.hidden);
   expect(gate_up, "gate_up", kUInt8, {-1, -1, panel_bytes(format, layer.hidden)}, 2);
-  // Whole panels of the gate, and as many of what it gates: inputs of the other product are in blocks.
+  // Whole panels of the gate, and as many of up: inputs of the other product are in blocks.
   layer.inner = int_size(gate_up.size(1) / 2 * kQuantisedPanel, "gate_up");
   if (gate_up.size(1) % 2 != 0 || layer.inner < 1 || layer.inner % kQuantisedBlock != 0)
     Raise("ValueError") << "gate_up has " << gate_up.size(1) << " panels an expert; it has a multiple of "
@@ -462,8 +462,7 @@ auto delta_rule_step(Layers layers, TensorView q, TensorView k, TensorView v,
 
 Program program_create(Layers layers) { return Program(ffi::make_object<ProgramObj>(std::move(layers))); }
 
-// The functions of the ABI that a layer has: one runs what `step` makes of its arguments, one adds it to a
-// program.
+// The ABI functions of a layer: one runs what `step` makes of its arguments, one adds it to a program.
 template <auto step>
 struct Layer;
 template <typename Step, typename... Args, Step (*step)(Layers, Args...)>

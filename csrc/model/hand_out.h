@@ -1,4 +1,4 @@
-// Work in more pieces than there are workers.
+// Splits work into more pieces than there are workers.
 #pragma once
 
 #include <atomic>

@@ -9,7 +9,7 @@
 namespace fluxion {
 namespace {
 
-// Weights that a worker takes at a time.
+// Bytes of weights that a worker takes at a time.
 constexpr int64_t kChunkBytes = 384 << 10;
 constexpr int kChunksOfWorker = 8;
 constexpr int64_t kLeastBytes = 32 << 10;
@@ -44,7 +44,7 @@ struct Job {
 
 }  // namespace
 
-// Two thirds of a core's nearest cache. Such caches have 32 KiB at least.
+// Two thirds of a core's L1 cache, which has at least 32 KiB.
 int64_t near_bytes() {
 #ifdef _SC_LEVEL1_DCACHE_SIZE
   static const int64_t nearest = sysconf(_SC_LEVEL1_DCACHE_SIZE);
@@ -131,7 +131,7 @@ bool gains_from_packing(const KernelTable& kernels, int64_t in) {
 void repack(WorkerPool& workers, const LinearPanels& panels, DType dtype, const void* from, int64_t outputs,
             int in, bool unpack, void* to) {
   const int64_t bytes = int64_t{panels.outputs} * in * element_bytes(dtype), count = outputs / panels.outputs;
-  // All that may fail comes first: weights of which some are packed would be lost.
+  // Allocates first: a failure half-way would lose partly packed weights.
   const std::unique_ptr<char[]> copies(from == to ? new char[workers.size() * bytes] : nullptr);
   const auto move = unpack ? panels.unpack : panels.pack;
   std::atomic<int64_t> next{0};

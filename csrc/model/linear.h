@@ -11,9 +11,8 @@ namespace fluxion {
 
 // x [rows][in], weights [outputs][in], bias [outputs] or nullptr, out [rows][outputs], all of one dtype. Rows
 // may be apart by any stride, in elements.
-//
-// order: nullptr, or whether the weights are packed (kPackedOrder) when the layer is computed. Those that may
-// be are contiguous, of a dtype that has panels, and have a multiple of kLinearPad inputs.
+// order: nullptr, or whether the weights are packed (kPackedOrder) when the layer is computed. Weights that
+// may be packed are contiguous, of a dtype with panels, and have a multiple of kLinearPad inputs.
 //
 // format: if bits is not 0, the weights are contiguous panels of this format (kernels/table.h), and stride
 // and order are not used.
@@ -30,16 +29,16 @@ struct LinearLayer {
   int64_t out_stride;
 };
 
-// Of `LinearLayer::order`; anything else: the weights are rows.
+// The value of `LinearLayer::order` for packed weights; any other value: rows.
 inline constexpr int32_t kPackedOrder = 1;
 
-// Bytes of x that a core's nearest cache holds while weights pass through it (LinearArgs::near_bytes).
+// Bytes of x that a core's L1 cache holds while weights pass through it (LinearArgs::near_bytes).
 int64_t near_bytes();
 
-// Memory for what every layer needs while it runs. It grows to the largest layer that has come.
+// Scratch memory of running layers. It grows to the largest layer so far.
 class LinearScratch {
  public:
-  // So many bytes, 64-byte aligned, until the next call.
+  // Returns this many bytes, 64-byte aligned, valid until the next call.
   void* reserve(int64_t bytes);
 
  private:
@@ -47,7 +46,7 @@ class LinearScratch {
   int64_t size_ = 0;
 };
 
-// out = x weights^T + bias. On the calling thread alone where the workers are busy or not worth waking.
+// out = x weights^T + bias. On the calling thread alone if the workers are busy or not worth waking.
 void linear(WorkerPool& workers, const KernelTable& kernels, DType dtype, const LinearLayer& layer,
             LinearScratch* scratch);
 
@@ -55,12 +54,12 @@ void linear(WorkerPool& workers, const KernelTable& kernels, DType dtype, const 
 void widen(WorkerPool& workers, const KernelTable& kernels, const void* panels, QuantisedFormat format,
            int64_t outputs, int in, DType dtype, void* out);
 
-// Whether weights with so many inputs are read faster if they are packed: where eight rows of x have no room
-// in the nearest cache.
+// Whether weights with this many inputs are read faster if they are packed: eight rows of x do not fit in the
+// L1 cache.
 bool gains_from_packing(const KernelTable& kernels, int64_t in);
 
-// Packs all whole panels of `outputs` rows of weights, [in] each, and leaves the rows that remain as they
-// are; unpack: the other way. to: as many bytes, which may be those of `from`. If it throws, nothing is done.
+// Packs all whole panels of `outputs` rows of weights, [in] each, and leaves the remaining rows as they are;
+// unpack: the other way. to: as many bytes, which may be those of `from`. If it throws, nothing is done.
 void repack(WorkerPool& workers, const LinearPanels& panels, DType dtype, const void* from, int64_t outputs,
             int in, bool unpack, void* to);
 

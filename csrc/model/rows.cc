@@ -5,10 +5,10 @@
 namespace fluxion {
 namespace {
 
-// Elements that are worth another worker's coming, and that one takes at a time.
+// Elements that justify another worker, and that a worker takes at a time.
 constexpr int64_t kPart = 32 << 10;
 
-// one(row) for each of count rows of so many elements.
+// Calls one(row) for each of `count` rows of `elements` elements.
 template <typename One>
 void for_rows(WorkerPool& workers, int64_t count, int64_t elements, const One& one) {
   struct Parts {

@@ -1,4 +1,4 @@
-// What lies between the linear layers of a model, over rows of a pass: few of a decode step, many of prefill.
+// Operations between the linear layers of a model, over rows of a pass: few in decode, many in prefill.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace fluxion {
 
-// Rows of so many bytes, `stride` bytes apart.
+// Rows that begin `stride` bytes apart.
 struct Rows {
   char* at;
   int64_t stride;
@@ -38,8 +38,8 @@ struct RopeRows {
   Rows cos_sin;              // one a position
 };
 
-// Each does `count` rows with the kernels of that name (kernels/table.h), on the calling thread alone where
-// they are few or the workers are busy.
+// Each does `count` rows with the kernels of that name (kernels/table.h), on the calling thread alone if they
+// are few or the workers are busy.
 void norm_rows(WorkerPool& workers, const KernelTable& kernels, int64_t count, const NormRows& rows);
 void gate_rows(WorkerPool& workers, const KernelTable& kernels, int64_t count, const GateRows& rows);
 void rope_rows(WorkerPool& workers, const KernelTable& kernels, int64_t count, const RopeRows& rows);

@@ -23,7 +23,7 @@ inline void shape_of_sums(const double* sums, double n, float* out) {
               fourth - 4 * mean * cube + 6 * mean2 * square - 3 * mean2 * mean2, out);
 }
 
-// Of factor * scores[n].
+// Describes the numbers factor * scores[n].
 inline void shape_of_scores(const float* scores, int n, double factor, float* out) {
   double sum = 0.0;
   for (int i = 0; i < n; ++i) sum += scores[i];

@@ -69,7 +69,7 @@ void predictor_forward(PredictorRef ref, TensorView x, TensorView out, ffi::Opti
                           workers.has_value() ? workers.value()->pool.get() : nullptr);
 }
 
-// What a plan is made for and written to; returns the heads of a request.
+// Checks the inputs and outputs of a plan. Returns the heads of a request.
 int64_t check_plan(TensorView middle, int64_t kv_heads, int64_t blocks, TensorView blk, TensorView budget,
                    TensorView value) {
   constexpr int64_t kAll = 16 + 32 + 64 + 128;

@@ -29,7 +29,7 @@ constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 
 [[noreturn]] void refuse(const std::string& sentence) { throw std::invalid_argument(sentence); }
 
-// Uninitialised: a worker's room is touched by that worker, and only when it works.
+// Uninitialised: each worker touches its own memory, and only when it works.
 template <class T>
 std::unique_ptr<T[]> room(int64_t count) {
   return std::make_unique_for_overwrite<T[]>(static_cast<size_t>(count));
@@ -64,8 +64,8 @@ Memory huge_pages(int64_t bytes) {
   return memory;
 }
 
-// Of the thread, until it asks for more: to fault pages in takes as long as a third of a measurement. At most
-// kMostKept bytes.
+// Memory of the thread, kept until it asks for more, because page faults take as long as a third of a
+// measurement. At most kMostKept bytes.
 constexpr int64_t kMostKept = 64 << 20;
 char* kept_memory(int64_t bytes) {
   thread_local Memory memory{nullptr, &std::free};
@@ -79,7 +79,7 @@ char* kept_memory(int64_t bytes) {
   return memory.get();
 }
 
-// The largest of factor * x, a multiple of 16 of them; what is no number is not it.
+// The largest of factor * x, over a multiple of 16 numbers; ignores NaN.
 float largest_of(const float* x, int n, float factor) {
   float lanes[kPage];
   std::fill_n(lanes, kPage, kMinusInf);
@@ -144,8 +144,8 @@ class Measurement {
   int64_t max_pages_ = 0;  // of a middle
   std::vector<Scratch> scratch_;
   std::vector<Middle> middles_;         // of the KV heads of queries that are measured together
-  Memory memory_{nullptr, &std::free};  // of theirs that is not kept
-  // [N][Hq], times D where it says o: a state is a query's head.
+  Memory memory_{nullptr, &std::free};  // for them, if it is too large to be kept
+  // [N][Hq], times D for each o: a state is a head of a query.
   std::vector<float> resident_o_, resident_lse_, o_, unit_, o_norm_, largest_;
   std::vector<double> total_;  // weight of everything, in units of exp(unit_)
   void (Measurement::*item_)(int, Scratch*) = nullptr;
@@ -195,7 +195,7 @@ int64_t Measurement::middle_bytes() const {
   return round_up(G_ * max_pages_ * page, 64);
 }
 
-// As many as every worker has a head of, and more where their room is small.
+// Enough that every worker has a head, and more if their memory is small.
 int Measurement::queries_together() const {
   const int heads = shape_.kv_heads, workers = pool_.workers().size();
   const int64_t query = std::max<int64_t>(1, heads * middle_bytes());
@@ -265,7 +265,7 @@ void Measurement::run() {
   }
 }
 
-// All heads of a query, once all are surveyed.
+// Compares all heads of a query, after all are surveyed.
 void Measurement::compare(int query) {
   const int64_t at = static_cast<int64_t>(query) * args_.q_heads;
   float largest = 0.0f, largest_resident = 0.0f;
@@ -295,7 +295,7 @@ void Measurement::sink_norms(int n, int head, double* k, double* v) const {
   }
 }
 
-// Full attention of one query and group, in its parts, and everything that does not need its ranking.
+// Full attention of one query and group, in its parts, and all results that do not need its ranking.
 void Measurement::survey(int item, Scratch* s) {
   const int i = item / shape_.kv_heads, head = item % shape_.kv_heads;
   const int n = args_.lengths[i], sinks = shape_.sink_pages, start = window_page(i);
@@ -368,7 +368,7 @@ void Measurement::survey(int item, Scratch* s) {
   }
 }
 
-// Attention of one query and group to the middle alone, from one pass over it: o [G][D], lse [G]. Leaves what
+// Attention of one query and group to the middle alone, in one pass over it: o [G][D], lse [G]. Leaves what
 // every token and page adds to it.
 void Measurement::weigh(int item, float* o, float* lse) {
   const int i = item / shape_.kv_heads, head = item % shape_.kv_heads;
@@ -397,7 +397,7 @@ void Measurement::weigh(int item, float* o, float* lse) {
   }
 }
 
-// What every token and page of one query and group weighs, in units of exp(units[g]), and its values.
+// The weights of every token and page of one query and group, in units of exp(units[g]), and values.
 void Measurement::weigh_pages(int item, const float* units) {
   const int i = item / shape_.kv_heads, head = item % shape_.kv_heads;
   const int pages = window_page(i) - shape_.sink_pages, tokens = pages * kPage;
@@ -414,7 +414,7 @@ void Measurement::weigh_pages(int item, const float* units) {
   }
 }
 
-// [D] of n rows: their sum over weight.
+// mean [D]: the sum of n rows over `weight`.
 void Measurement::mean_rows(const float* rows, int n, double weight, float* mean) const {
   constexpr int kTogether = 64;  // rows whose sum is float32
   const float zeros[kMaxHeadDim] = {};
@@ -427,7 +427,7 @@ void Measurement::mean_rows(const float* rows, int n, double weight, float* mean
   for (int d = 0; d < D_; ++d) mean[d] = static_cast<float>(sum[d] / weight);
 }
 
-// The budgets of one query and group, and what its scores say of it as an anchor.
+// Finds the budgets of one query and group, and the statistics of its scores as an anchor.
 void Measurement::find_budgets(int item, Scratch* s) {
   const int i = item / shape_.kv_heads, head = item % shape_.kv_heads;
   const int64_t state = static_cast<int64_t>(i) * args_.q_heads + head * G_;
@@ -491,7 +491,7 @@ void Measurement::walk_blocks(int state, int g, int size, const Blocks& at, cons
   const double* weights = &m.page_weights[int64_t{g} * middle];
   const float* o = &o_[int64_t{state} * D_];
   Order order(&s->block_scores[int64_t{g} * middle], at.count, s->keys.get());
-  // All of them need no arithmetic.
+  // The full set needs no arithmetic.
   for (int count = 1; count < at.count && walk.open() != 0; ++count) {
     const int block = order[count - 1];
     const int from = at.from(block) - at.first_page, to = at.to(block) - at.first_page;
@@ -536,7 +536,7 @@ void Measurement::walk_tokens(int state, int head, int g, const int32_t* pages, 
 float budget_of_blocks(int count, int tokens, int blk, int blocks) {
   if (count <= 0) return 0.0f;
   if (count >= blocks) return 1.0f;
-  // Cut blocks can leave some out though the others have as many tokens as the middle, counted as whole ones.
+  // Cut blocks can leave some out although the others, counted as whole, have as many tokens as the middle.
   const float budget = static_cast<float>(static_cast<double>(count) * blk / tokens);
   return std::min(budget, std::nextafter(1.0f, 0.0f));
 }

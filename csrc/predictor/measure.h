@@ -1,5 +1,5 @@
-// What a head needs to read of the middle, found out by reading all of it: the labels that predictors of
-// budgets learn from, and what they know of a request's anchor query.
+// Measures what a head needs to read of the middle, by reading all of it: the labels that budget predictors
+// learn from, and their features of a request's anchor query.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ inline constexpr int kResults = 3;
 inline constexpr int kMeasuredBlocks[] = {1, 16, 32, 64, 128};
 inline constexpr int kBlockSizes = 5;
 
-// When a selection is good enough. o is the head's exact output, o' what it gets of the residents and the
+// When a selection is good enough. o is the head's exact output, o' its output from the residents and the
 // selection.
 enum class Criterion : int {
   kLayerError = 0,  // |o' - o| / max over the heads of |o| <= threshold (Fluxion, Eq. 2)
@@ -45,16 +45,15 @@ struct MeasureArgs {
   float* budgets;  // [N][Hq][C][5]: least budget for blocks of 1, 16, 32, 64, 128 tokens
 };
 
-// The budget with which units_of_budget() buys exactly `count` of the blocks; 1 for all of them alone.
+// The budget for which units_of_budget() gives exactly `count` of the blocks; 1 only for all of them.
 float budget_of_blocks(int count, int tokens, int blk, int blocks);
 
-// Blocks are tried in the order in which the engine selects them without attend_union: none, then the best,
-// then the two best, and so on; the first prefix that meets a criterion is the budget. All of them always
-// meet it.
+// Blocks are tried in the order in which the engine selects them without attend_union: none, the best, the
+// two best, and so on. The first prefix that meets a criterion gives the budget. All blocks always meet it.
 //
-// Reads keys and values once, and for single tokens the values of those that are needed once more. Only
-// tokens below each length. Runs on the pool's workers, in the caller alone while they are busy; the layer's
-// pages must not be written meanwhile. Throws std::invalid_argument before anything is written.
+// Reads keys and values once; single tokens read the values they need once more. Reads only tokens below each
+// length. Runs on the pool's workers, or in the caller alone while they are busy. The layer's pages must not
+// be written meanwhile. Throws std::invalid_argument before anything is written.
 void measure(const HostPool& pool, const MeasureArgs& args);
 
 }  // namespace fluxion

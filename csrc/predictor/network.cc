@@ -10,8 +10,8 @@ namespace fluxion {
 namespace {
 
 constexpr float kClip = 8;
-// Rows that one worker takes at a time: what `dense` computes together, and some microseconds' work, so that
-// two of them are worth a second worker.
+// Rows that one worker takes at a time: what `dense` computes together, and some microseconds of work, so
+// that two of them justify a second worker.
 constexpr int kRowBlock = 8;
 
 constexpr int kBlockSizes = 4;
@@ -30,7 +30,7 @@ void check_finite(const float* values, int64_t n, const char* what) {
   }
 }
 
-// The nearest bfloat16, of two equally near ones the even one.
+// The nearest bfloat16, ties to even.
 uint16_t rounded(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -54,7 +54,7 @@ Predictor::Predictor(const std::string& isa, const std::vector<int>& widths, con
   for (size_t l = 0; l < widths.size(); ++l) {
     if (widths[l] < 1 || widths[l] > 1 << 16)
       throw std::invalid_argument("A layer of the predictor is " + std::to_string(widths[l]) + " wide.");
-    // Whole pairs of vectors, as `dense` asks for.
+    // Whole pairs of vectors, as `dense` requires.
     stride_ = std::max<int64_t>(stride_, (panels_of(widths[l]) + 1) / 2 * 2 * kDensePanel);
     if (l > 0) wanted += (static_cast<int64_t>(widths[l - 1]) + 1) * widths[l];
   }
@@ -98,7 +98,7 @@ struct Predictor::Rows {
   const float* x;
   int64_t count;
   float* out;
-  std::atomic<int64_t> next;  // first row that nobody has taken
+  std::atomic<int64_t> next;  // first row not taken yet
 };
 
 void Predictor::forward(const float* x, int64_t rows, float* out, WorkerPool* workers) {
@@ -149,8 +149,8 @@ void plan_groups(const float* pred, const int32_t* middle, int64_t B, int H, int
     value[i] = 0;
     std::fill_n(budget, G, 0.0f);
     if (!(tokens > 0)) continue;
-    // Float32 budgets, sums in double: every sum here is exact, so that a tie is one on every machine and in
-    // any order of the heads. V / (2 L) has its minimum where V has it.
+    // Float32 budgets, sums in double: every sum here is exact, so that ties are the same on every machine
+    // and in any order of the heads. V / (2 L) has its minimum where V has it.
     double best = 0;
     for (int j = kBlockSizes - 1; j >= 0; --j) {
       if ((blocks >> (kFirstLog2 + j) & 1) == 0) continue;

@@ -1,4 +1,4 @@
-// One head on its way through what it could read: the order, and when it has read enough.
+// One head's walk through what it could read: the order, and when it has read enough.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 
 namespace fluxion {
 
-// Indices of scores, the largest score first and of equal ones the lower index, as KernelTable::select
-// chooses them (NaN is -inf, -0 is 0). Sorted as far as somebody asks, in pieces that double.
+// Indices of scores, the largest first and of equal scores the lower index, as KernelTable::select chooses
+// them (NaN is -inf, -0 is 0). Sorted on demand, in pieces that double.
 class Order {
  public:
   Order(const float* scores, int n, uint64_t* keys) : keys_(keys), n_(n) {
@@ -20,7 +20,7 @@ class Order {
       keys[i] = static_cast<uint64_t>(~rank(scores[i])) << 32 | static_cast<uint32_t>(i);
   }
 
-  // The i-th; i goes up by one from 0.
+  // The i-th; called with i = 0, 1, 2, ...
   int operator[](int i) {
     if (i >= sorted_) {
       const int end = std::min(n_, std::max(256, 2 * sorted_));
@@ -30,7 +30,7 @@ class Order {
     }
     return static_cast<int>(keys_[i] & 0xffffffffu);
   }
-  // The i-th, or the last that is in order.
+  // The i-th, or the last that is sorted.
   int ahead(int i) const { return static_cast<int>(keys_[std::min(i, sorted_ - 1)] & 0xffffffffu); }
 
  private:
@@ -44,10 +44,10 @@ class Order {
   int sorted_ = 0;
 };
 
-// A bit for each of so many criteria.
+// A bit for each criterion.
 inline uint32_t every(int criteria) { return ~uint32_t{0} >> (32 - criteria); }
 
-// What a head has to reach. Weights are in units of one number, the same for all of them.
+// The target of a head. All weights have one common unit.
 struct Aim {
   const float* resident;   // [D]: its output from sinks and window alone
   const float* o;          // [D]: from everything
@@ -60,17 +60,17 @@ struct Aim {
   int criterion_count;     // C, 1 to 32
 };
 
-// Starts with sinks and window. The output after what was read differs from o by sum / weight.
+// Starts with sinks and window. The output over all that was read differs from o by sum / weight.
 class Walk {
  public:
   Walk(const Aim& aim, int D);
 
   // Criteria that are not met yet, a bit each.
   uint32_t open() const { return open_; }
-  // [D]: of weight * (v - o), over what was read. Whoever reads more adds to it.
+  // [D]: sum of weight * (v - o) over what was read. The caller adds what it reads.
   float* sum() { return sum_; }
-  // After more was read, of this weight; square = |sum|^2. The criteria that are met now, which are open no
-  // more.
+  // Call after reading more, of this weight; square = |sum|^2. Returns the criteria that are met now and no
+  // longer open.
   uint32_t step(double weight, float square);
 
  private:
@@ -105,7 +105,7 @@ inline Walk::Walk(const Aim& aim, int D) : aim_(aim), weight_(aim.resident_weigh
 
 inline uint32_t Walk::step(double weight, float square) {
   weight_ += weight;
-  // Where everything read so far has no weight that float32 knows, the error is not known either.
+  // If all that was read has weight 0 in float32, the error is unknown.
   if (!(weight_ > 0.0)) return 0;
   const double error = std::sqrt(static_cast<double>(square));
   uint32_t found = 0;

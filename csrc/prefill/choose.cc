@@ -7,13 +7,13 @@
 namespace fluxion {
 namespace {
 
-// Of a block that weighs `below` less than all together, in natural log, at least 0.
+// The class of a block whose log weight (natural) is `below` less than that of all together, at least 0.
 int class_of(float below) {
   constexpr float kScale = 8 * 1.4426950408889634f;
   return static_cast<int>(std::min(below * kScale, kShareClasses - 1.0f));
 }
 
-// Log of the sum of exp(lse[i]); not finite, if one is no number or all are -inf.
+// Log of the sum of exp(lse[i]); not finite if one is NaN or all are -inf.
 float sum_of(const float* lse, int64_t count) {
   float top = -std::numeric_limits<float>::infinity(), sum = 0;
   for (int64_t i = 0; i < count; ++i) top = std::max(top, lse[i]);
@@ -21,7 +21,7 @@ float sum_of(const float* lse, int64_t count) {
   return top + std::log(sum);
 }
 
-// Keeps `left` of the blocks of this rank, evenly, and none of a higher one.
+// Keeps `left` of the blocks of rank `last`, evenly distributed, and none of a higher rank.
 void cut(uint16_t last, int64_t count, int64_t left, int64_t blocks, uint16_t* rank) {
   for (int64_t b = 0, i = 0; b < blocks; ++b) {
     if (rank[b] < last) continue;

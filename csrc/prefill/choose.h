@@ -5,16 +5,16 @@
 
 namespace fluxion {
 
-// Shares of a weight are told apart by size, eight classes to a power of two, the largest first; the last
-// class is for all that are smaller.
+// Classes of shares of a weight by size: eight to a power of two, the largest first; the last class is for
+// all smaller shares.
 inline constexpr int kShareClasses = 256;
 
-// The blocks that some query needs, of which lse[rows][blocks] has the weights. A query needs the heaviest
-// ones until they have `keep` of its weight. If that is more than `most` blocks, those that weigh most for
-// any query, and of the last class that is taken evenly distributed ones: so what a head spreads over all, it
-// spreads over a sample.
+// Chooses the blocks that some query needs; lse[rows][blocks] has their weights. A query needs the heaviest
+// blocks until they have `keep` of its weight. If that is more than `most` blocks, takes those that weigh
+// most for any query. The last class that is taken is sampled evenly, so that a head with spread attention
+// reads a sample.
 //
-// Writes rank[b], below kShareClasses for a block that is chosen. All are, if some weight is no number.
+// Writes rank[b], below kShareClasses for a chosen block. All are chosen if some weight is NaN.
 void choose_blocks(const float* lse, int rows, int64_t blocks, float keep, int64_t most, uint16_t* rank);
 
 }  // namespace fluxion

@@ -14,14 +14,14 @@
 namespace fluxion {
 namespace {
 
-// There are at least so many items for each worker, where there is work for them: so nobody waits long for
-// the last one.
+// The least number of items for each worker, if there is work for them, so that the last item does not hold
+// up all.
 constexpr int64_t kItemsPerWorker = 4;
-// Tokens of a list that are worth an item of their own.
+// Tokens of a list that justify an item of their own.
 constexpr int64_t kLeastKeys = 1024;
 
-// In a sparse prefill: tokens before a block, and at the end of the chunk, that are not subject to choice;
-// and how far the queries are apart that choose.
+// In a sparse prefill: tokens before a block, and at the end of the chunk, that are always read; and the
+// distance between the queries that choose.
 constexpr int64_t kNear = 256, kLast = 256;
 constexpr int kAskEvery = 8;
 // Tokens that the bits of a word can name.
@@ -37,7 +37,7 @@ class ChunkWork {
     group_ = chunk.q_heads / s.kv_heads;
     const int64_t wanted = kItemsPerWorker * pool.workers().size();
     const int64_t most = std::max(kExtendRows / group_, 1);
-    // Small blocks lay out more keys in all.
+    // Small blocks lay out more keys in total.
     const int64_t fewest = (chunk.tokens + most - 1) / most;
     block_ = static_cast<int>((chunk.tokens + fewest - 1) / fewest);
     blocks_ = (chunk.tokens + block_ - 1) / block_;
@@ -82,7 +82,7 @@ class ChunkWork {
     }
   }
 
-  // Of block b, the last ones first: they have most to attend to.
+  // A block of queries. The last ones are taken first: they have most to attend to.
   struct Block {
     int head;
     int64_t first, tokens;  // of the chunk
@@ -137,14 +137,14 @@ class ChunkWork {
     return std::max<int64_t>(chunk_.start + first + 1 - chunk_.window, 0) / kPage;
   }
 
-  // What one worker lists, and what it needs for that.
+  // The list of one worker, and its scratch.
   struct List {
     std::vector<float> weights;  // [rows][blocks]
     std::vector<uint16_t> rank;  // [blocks]
     std::vector<int32_t> pages;
   };
 
-  // The list of a block becomes that of what it needs.
+  // Reduces the list of a block to what it needs.
   void choose(const Block& at, ExtendArgs* args, List* list) {
     if (at.first + at.tokens > chunk_.tokens - kLast) return;
     const int before = args->first, blocks = before / kExtendKeys;
@@ -217,12 +217,12 @@ class ChunkWork {
   const HostPool& pool_;
   const Chunk& chunk_;
   int group_, block_;                // heads of a group, tokens of a block
-  bool windowed_;                    // some token is in nobody's or not in everybody's window
+  bool windowed_;                    // some token is outside the window of a query
   int64_t blocks_;                   // of each KV head
   int64_t stretches_ = 1, stretch_;  // of each block; tokens of one
   int64_t scratch_bytes_, part_floats_;
   std::unique_ptr<char[]> scratch_;  // of every worker
-  // Of every worker; where there are stretches, of every item: o [tokens][G][D], lse [tokens][G].
+  // Per worker, or per item if there are stretches: o [tokens][G][D], lse [tokens][G].
   std::unique_ptr<float[]> parts_;
   std::vector<List> lists_;  // of every worker, in a sparse prefill
   std::atomic<int64_t> next_{0}, read_{0}, there_{0};

@@ -8,8 +8,8 @@
 
 namespace fluxion {
 
-// Tokens start .. start + tokens - 1 of a request whose logical page i is pages[i]. The pool has them and all
-// before them.
+// Tokens start .. start + tokens - 1 of a request whose logical page i is pages[i]. The pool has these and
+// all tokens before them.
 struct Chunk {
   int layer;
   const int32_t* pages;
@@ -22,23 +22,23 @@ struct Chunk {
   char* out;               // [tokens][q_heads][D], KV dtype
   float budget;            // the largest share of earlier tokens that is read, in (0, 1]; 1: an exact prefill
   int window = kNoWindow;  // newest tokens that each token attends to, itself included
-  const float* sinks = nullptr;  // [q_heads]: a logit of each head that has no value; nullptr: none
-  // [tokens]: the tokens are nodes of a tree, at most 64, parents first. Token t attends to token i only
-  // where bit i of tree[t] is 1: its ancestors and itself. nullptr: each one attends to all before it.
+  const float* sinks = nullptr;  // [q_heads]: a logit a head without a value; nullptr: none
+  // [tokens]: the tokens are nodes of a tree, at most 64, parents first. Token t attends to token i only if
+  // bit i of tree[t] is 1: its ancestors and itself. nullptr: each one attends to all before it.
   const uint64_t* tree = nullptr;
 };
 
 // Every token attends to itself and to all before it that are in its window. A prefill with a window is
-// exact. Keys and values are read where they lie, by all workers; long lists of few queries are divided among
-// them, too. Throws std::invalid_argument before anything is written.
+// exact. All workers read keys and values in place, and also divide long lists of few queries. Throws
+// std::invalid_argument before anything is written.
 //
-// With a budget below 1, a block of queries and the heads of a group read the sinks, what lies near, and of
-// the rest the blocks of kExtendKeys tokens that matter most to some of these queries (choose_blocks); every
-// eighth one is asked, exactly. The last tokens of a chunk, which may be the question, read everything.
+// With a budget below 1, a block of queries and the heads of a group read the sinks, nearby tokens, and the
+// blocks of kExtendKeys other tokens that matter most to some of these queries (choose_blocks). Every eighth
+// query is asked, exactly. The last tokens of a chunk, which may be the question, read everything.
 //
-// A tree is attended to exactly, and is no deeper than a window. The place of a token is its depth.
+// A tree is attended to exactly, and is no deeper than a window. A token's position is its depth.
 //
-// Returns the share that was read of what there was to read.
+// Returns which share of the tokens to attend to was read.
 double attend_chunk(const HostPool& pool, const Chunk& chunk);
 
 }  // namespace fluxion

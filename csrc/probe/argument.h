@@ -1,4 +1,4 @@
-// Arguments of the probes: tensors that are checked, with a sentence about those that do not fit.
+// Arguments of the probes: checks of tensors, with an error sentence for those that do not fit.
 #pragma once
 
 #include <tvm/ffi/container/tensor.h>
@@ -33,7 +33,7 @@ struct Argument {
   const char* name;
   const TensorView& tensor;
 
-  // Whether what follows the first axis is contiguous.
+  // Whether all axes but the first are contiguous.
   bool rows_contiguous() const {
     int64_t stride = 1;
     for (int32_t i = tensor.ndim() - 1; i > 0; --i) {
@@ -126,7 +126,7 @@ struct Argument {
 
 inline DLDataType dl_dtype(DType dtype) { return dtype == DType::kF32 ? kFloat32 : kBFloat16; }
 
-// What tiles are stored as: plain ones are [P, 2, 16, D] of q's dtype, those of 8 bits [P, bytes] uint8.
+// Storage of tiles: plain ones are [P, 2, 16, D] of q's dtype, 8-bit ones [P, bytes] uint8.
 struct Tiles {
   DType stored;
   int64_t count;
@@ -143,7 +143,7 @@ struct Tiles {
   }
 };
 
-// One tile; D is not known from those of 8 bits.
+// One tile. The shape of an 8-bit tile does not tell D.
 inline DType one_tile(const TensorView& tile, int D) {
   const Argument from{"tile", tile};
   if (same(tile.dtype(), kUInt8)) {

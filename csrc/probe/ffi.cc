@@ -132,7 +132,7 @@ void probe_attend(Workers workers, ffi::String isa, TensorView q, double scale, 
   const ProbeTasks tasks = tasks_of(first, pages.numel());
   check_queries(q, tasks.count);
   const int64_t G = q.size(1), D = q.size(2);
-  // Of 8 bits: [., bytes] uint8.
+  // 8-bit tiles: [., bytes] uint8.
   const bool packed = dtype == DType::kBF16 && same(tiles.dtype(), DLDataType{kDLUInt, 8, 1});
   const DType stored = packed ? DType::kInt8 : dtype;
   if (packed) {

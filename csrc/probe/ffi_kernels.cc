@@ -153,15 +153,15 @@ void k_attend_pages(const String& isa, TensorView q, double scale, TensorView ti
   attend_list(isa, false, q, static_cast<float>(scale), tiles, pages, masks, o, lse, &page_lse);
 }
 
-// k_attend_pages of capped logits.
+// k_attend_pages with capped logits.
 void k_attend_capped(const String& isa, TensorView q, double scale, double cap, TensorView tiles,
                      TensorView pages, TensorView masks, TensorView o, TensorView lse, TensorView page_lse) {
   attend_list(isa, false, q, {static_cast<float>(scale), static_cast<float>(cap)}, tiles, pages, masks, o,
               lse, &page_lse);
 }
 
-// q [T, G, D]; first, window: of `extend` (kernels/table.h). o and lse are what `extend` writes, or without o
-// [T, G, blocks] of `extend_blocks`.
+// q [T, G, D]; first, window: see `extend` (kernels/table.h). Writes o and lse like `extend`, or without o
+// [T, G, blocks] like `extend_blocks`.
 void extend_list(const String& isa, TensorView q, Scale scale, TensorView tiles, TensorView pages,
                  int64_t keys, int64_t first, int64_t window, const TensorView* o, TensorView lse,
                  const TensorView* tree = nullptr, int64_t root = 0) {
@@ -196,7 +196,7 @@ void extend_list(const String& isa, TensorView q, Scale scale, TensorView tiles,
     args.tree = static_cast<const uint64_t*>(tree->data_ptr());
     args.root = static_cast<int>(root);
   }
-  // What the kernel finds there is nothing that it may use.
+  // NaN, because the kernel must not use what the scratch holds.
   std::vector<char> scratch(extend_scratch_bytes(T * G, D), static_cast<char>(0xff));
   const KernelTable& kernels = table_of(isa, held.stored);
   if (o == nullptr) {
@@ -215,7 +215,7 @@ void k_extend(const String& isa, TensorView q, double scale, TensorView tiles, T
   extend_list(isa, q, static_cast<float>(scale), tiles, pages, keys, first, window, &o, lse);
 }
 
-// tree: [T] int64, root: of `extend`. Of capped logits where cap is not 0.
+// tree: [T] int64, root: see `extend`. Logits are capped if cap is not 0.
 void k_extend_tree(const String& isa, TensorView q, double scale, double cap, TensorView tiles,
                    TensorView pages, int64_t keys, int64_t first, int64_t window, TensorView tree,
                    int64_t root, TensorView o, TensorView lse) {

@@ -67,7 +67,7 @@ Argument sixteens(const TensorView& tensor) {
   return values;
 }
 
-// unit: [1]. The sum.
+// unit: [1]. Returns the sum.
 double k_weigh(const String& isa, TensorView scores, double scale, double cap, double lse, TensorView unit) {
   const Argument values = sixteens(scores), out{"unit", unit};
   out.require(kFloat32, {1});

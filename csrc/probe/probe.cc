@@ -9,7 +9,7 @@
 namespace fluxion {
 namespace {
 
-// item(worker, task) once for every task, `runs` times over.
+// Calls item(worker, task) once for every task, `runs` times over.
 template <typename Item>
 void repeat(WorkerPool& workers, int tasks, const ProbeRuns& runs, const Item& item) {
   struct Run {

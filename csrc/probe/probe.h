@@ -1,6 +1,5 @@
-// Times what memory gives and what the kernels make of it: reads of lists of pieces, and kernels over the
-// very same lists, on the workers of a pool. The clock is read around each run of all tasks, and nowhere
-// else.
+// Measures memory throughput and the kernels' use of it: reads lists of pieces, and runs kernels over the
+// very same lists, on the workers of a pool. The clock is read only around each run of all tasks.
 #pragma once
 
 #include <cstdint>
@@ -50,8 +49,8 @@ struct ScoreProbe {
   const char* entries;
   const int32_t* index;
   float spread;
-  // Of task i [G][n] from G * first[i], n its size. nullptr: every worker writes to the same memory again and
-  // again, as the engine does, whose scores stay in a cache.
+  // Task i writes [G][n] from G * first[i] on, n its size. nullptr: every worker writes to the same memory
+  // again and again, like the engine, whose scores stay in a cache.
   float* out;
 };
 
@@ -64,7 +63,7 @@ struct SelectProbe {
 
 // Each throws std::runtime_error when the workers are busy with a layer.
 
-// The sum of all words read, modulo 2^32, of the last run.
+// Returns the sum of all words read in the last run, modulo 2^32.
 uint32_t probe(WorkerPool& workers, const KernelTable& kernels, const ProbeTasks& tasks,
                const ReadProbe& what, const ProbeRuns& runs);
 void probe(WorkerPool& workers, const KernelTable& kernels, int64_t element, const ProbeTasks& tasks,

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kSketch = kPage + kLevels;
 
-// Where a sum's subject belongs. part: the token of a page, 16 and the level of an entry, or kSketch.
+// The place that a sum belongs to. part: the token of a page, 16 + the level of an entry, or kSketch.
 uint64_t place(int layer, int head, int page, int part) {
   const uint64_t group = static_cast<uint64_t>(layer) << 16 | static_cast<uint64_t>(head);
   return mix(group, static_cast<uint64_t>(page) << 8 | static_cast<uint64_t>(part));
@@ -85,7 +85,7 @@ uint64_t Canary::sum_of(int layer, int head, int page, int offset, const char* t
     sums.add(tile + (kPage + offset) * bytes, bytes);
     return sums.take();
   }
-  // Integers of a token lie apart, and so do its scales.
+  // The integers of a token are not contiguous, nor are its scales.
   const int D = shape_.head_dim;
   alignas(8) char all[round_up(2 * stored_bytes(DType::kInt8, kMaxHeadDim), kSumBytes)] = {};
   char* to = all;
@@ -134,9 +134,9 @@ bool Canary::same_sketch(const HostPool& pool, int layer, int head, int page) co
   return sums.take() == sketch_sum(layer, head, page);
 }
 
-// Between two checks are 0 to 2 periods - 2 reads: on average a check a period, and no pattern of reads is
-// left out. fetch(i): on the way to check(i). Unlike what has been read, its sums are in no cache, and a
-// sample of them is nothing that a CPU would foresee.
+// 0 to 2 periods - 2 reads lie between two checks: on average one check per period, in no regular pattern.
+// fetch(i) prefetches for check(i): unlike the data just read, its sums are in no cache, and the hardware
+// cannot foresee a random sample.
 template <typename Fetch, typename Check>
 void Canary::sample(int64_t reads, const Fetch& fetch, const Check& check) const {
   constexpr int kAhead = 8;
@@ -146,7 +146,7 @@ void Canary::sample(int64_t reads, const Fetch& fetch, const Check& check) const
     return;
   }
   double at = skip;
-  skip = 0;  // where a check throws
+  skip = 0;  // in case a check throws
   int64_t checks = 0;
   while (at < static_cast<double>(reads)) {
     int64_t chosen[kAhead];

@@ -1,4 +1,4 @@
-// Sums of what was written to the host pool, to know whether it is what is read.
+// Checksums of what was written to the host pool, to verify what is read.
 #pragma once
 
 #include <atomic>
@@ -13,36 +13,36 @@ namespace fluxion {
 
 class HostPool;
 
-// A sum a token, of its key and value, one a metadata entry and one a sketch; none of moments and tags. Each
-// is written with what it is of, so a page that is still being filled is checked as far as it goes. A sum
-// also depends on where its subject belongs: what another place has is not taken for it. Every change within
-// 8 bytes changes the sum; other changes go unnoticed once in 2^64.
+// One checksum for each token (its key and value), metadata entry and sketch; none for moments and tags. Each
+// is written together with its data, so a partly filled page is checked as far as it goes. A checksum also
+// depends on the place, so data of another place does not match. Every change within 8 bytes changes the sum;
+// other changes go unnoticed once in 2^64.
 class Canary {
  public:
   // share: of the reads that are checked, in (0, 1]. Throws as HostMemory does.
   Canary(const PoolShape& shape, double share);
 
-  // What is written, by its writer: token `offset` of a tile that has at least that.
+  // Called by the writer, with what it wrote: token `offset` of a tile that has at least that token.
   void wrote_token(int layer, int head, int page, int offset, const char* tile) const;
-  // All tokens of a page, which somebody else writes: as if nobody had.
+  // Forgets all tokens of a page that another writer fills: they count as never written.
   void forget_tokens(int layer, int head, int page) const;
-  // page: the last of the entry's block.
+  // page: the last page of the entry's block.
   void wrote_entry(int layer, int head, int level, int page, const char* entry) const;
   void wrote_sketch(int layer, int head, int page, const char* sketch) const;
 
-  // What has just been read, so that caches have it; its share is checked. Any thread. Throws CorruptMemory:
-  // what was made of it is no result. Of tiles the first `tokens` tokens, 16 of every page but the last.
+  // Called after a read, while caches have the data; checks `share` of it. Any thread. Throws CorruptMemory;
+  // then the result of the read is invalid. tokens: how many were read, 16 of every page but the last.
   void read_tiles(const HostPool& pool, int layer, int head, const int32_t* pages, int64_t tokens) const;
   // tokens: page * 16 + place.
   void read_tokens(const HostPool& pool, int layer, int head, const int32_t* tokens, int64_t count) const;
-  // Of the blocks that end with pages[i * stride].
+  // Entries of the blocks that end with pages[i * stride].
   void read_entries(const HostPool& pool, int layer, int head, int level, const int32_t* pages,
                     int64_t stride, int64_t count) const;
-  // All of a sketch, of which some may have been read.
+  // Checks whole sketches, even if only a part was read.
   void read_sketches(const HostPool& pool, int layer, int head, const int32_t* pages, int64_t count) const;
 
-  // Every token, entry and sketch that was ever written, while nobody writes: adds how many there are to
-  // *checked, and returns sentences about the first `most` that are not what was written.
+  // Checks every token, entry and sketch that was ever written, while nothing writes. Adds their number to
+  // *checked, and returns sentences about the first `most` mismatches.
   std::vector<std::string> sweep(const HostPool& pool, int64_t most, int64_t* checked) const;
 
   int64_t checks() const { return checks_.load(std::memory_order_relaxed); }
@@ -63,7 +63,7 @@ class Canary {
   PoolShape shape_;
   double period_;
   HostMemory memory_;
-  int64_t entry_sums_[5] = {};    // of a layer and head: where a level begins, and how many there are
+  int64_t entry_sums_[5] = {};    // per layer and head: begin of each level, and the total
   uint64_t* tokens_ = nullptr;    // [layers][heads][pages][16]; 0: never written
   uint64_t* entries_ = nullptr;   // [layers][heads] of [level][entries]
   uint64_t* sketches_ = nullptr;  // [layers][heads][pages], of a pool that has them

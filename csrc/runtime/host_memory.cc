@@ -59,7 +59,7 @@ HostMemory& HostMemory::operator=(HostMemory&& other) noexcept {
 }
 
 void touch_in_turn(const HostMemory& memory, const std::vector<NumaNode>& nodes) {
-  constexpr size_t kThreads = 4;  // of a node: about what it takes to fill its memory at full speed
+  constexpr size_t kThreads = 4;  // per node: about enough to fill its memory at full speed
   const auto count = static_cast<int64_t>(nodes.size());
   std::vector<std::jthread> threads;
   for (int64_t n = 0; n < count; ++n) {
@@ -85,8 +85,8 @@ void touch(char* first, char* last) {
 }
 
 void into_huge_pages(char* first, char* last) {
-  // Neighbours share the outermost huge pages. The kernel stops at the first memory that may not be moved,
-  // such as a thread's stack, so what a neighbour may have is asked for apart.
+  // Neighbours share the outermost huge pages. The kernel stops at the first memory that it may not move,
+  // such as a thread's stack, so the outermost pages are separate requests.
   const int64_t begin = reinterpret_cast<int64_t>(first) / kHugePage * kHugePage;
   const int64_t end = round_up(reinterpret_cast<int64_t>(last), kHugePage);
   const int64_t inner = std::min(begin + kHugePage, end);

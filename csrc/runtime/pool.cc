@@ -29,7 +29,7 @@ int64_t lay_out(const PoolShape& s, Visit visit) {
 
 [[noreturn]] void refuse(const std::string& sentence) { throw std::invalid_argument(sentence); }
 
-constexpr int kAdoptPages = 64;  // enough to hide the hand-out
+constexpr int kAdoptPages = 64;  // enough to amortise the hand-out
 constexpr int64_t kMaxPages = std::numeric_limits<int32_t>::max() / kPage;
 
 void check_shape(const PoolShape& s) {
@@ -38,7 +38,7 @@ void check_shape(const PoolShape& s) {
   if (s.kv_heads < 1 || s.kv_heads > 1024) {
     refuse("The pool has " + std::to_string(s.kv_heads) + " KV heads; it needs 1 to 1024.");
   }
-  // Page 0 is padding; numbers of tokens are int32.
+  // Page 0 is padding; token numbers are int32.
   if (s.pages < 2 || s.pages > kMaxPages) {
     refuse("The pool has " + std::to_string(s.pages) + " pages; it needs 2 to " + std::to_string(kMaxPages) +
            ".");
@@ -51,7 +51,7 @@ void check_shape(const PoolShape& s) {
     refuse("What is stored must be 0 (float32), 1 (bfloat16) or 2 (int8), not " +
            std::to_string(static_cast<int>(s.dtype)) + ".");
   }
-  // Tiles are more than half of it; in floating point, because the number may be more than an int64_t holds.
+  // Tiles are more than half of the pool. In floating point, because the product may overflow an int64_t.
   if (2.0 * s.layers * s.kv_heads * s.pages * static_cast<double>(s.tile_bytes()) > 1e18)
     refuse("The pool would have more bytes than a machine has addresses for; take fewer pages.");
   if (s.sink_pages < 0) refuse("sink_pages is " + std::to_string(s.sink_pages) + "; it cannot be negative.");
@@ -150,7 +150,7 @@ void HostPool::check_layer(int layer) const {
 }
 
 void HostPool::check_tokens(const int32_t* pages, int64_t n_pages, int64_t start, int64_t count) const {
-  // Not by their sum, which may be more than an int64_t holds.
+  // Not by start + count, which may overflow.
   if (start < 0 || count < 0 || start > n_pages * kPage - count) {
     refuse(std::to_string(count) + " tokens were to be appended at position " + std::to_string(start) +
            ", but the " + std::to_string(n_pages) + " pages given hold positions 0 to " +
@@ -162,7 +162,7 @@ void HostPool::check_tokens(const int32_t* pages, int64_t n_pages, int64_t start
 
 void HostPool::count_write(int layer, int head, int page) const {
   if (writes_ == nullptr) return;
-  // A tile has one writer at a time. The fence keeps the count before what it announces.
+  // A tile has one writer at a time. The fence orders the count before the write that it announces.
   const std::atomic_ref count(writes_[tile_number(layer, head, page)]);
   count.store(count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_release);
@@ -172,7 +172,7 @@ void HostPool::write_token(int layer, int head, int page, int offset, const char
   count_write(layer, head, page);
   kernels_->write_token(k, v, shape_.head_dim, offset, tile(layer, head, page));
   if (canary_ == nullptr) return;
-  // Of the token as it should be stored, which is not what the memory says.
+  // The canary gets the token as it should be stored, not as memory holds it.
   alignas(64) char apart[kMaxTileBytes];
   kernels_->write_token(k, v, shape_.head_dim, offset, apart);
   canary_->wrote_token(layer, head, page, offset, apart);
@@ -220,7 +220,7 @@ void HostPool::seal_blocks(int layer, int head, const int32_t* pages, int logica
     }
     if (canary_ != nullptr) canary_->wrote_entry(layer, head, j, pages[logical], to);
   }
-  // The largest block has the others' pages.
+  // The largest block includes the pages of the others.
   if (canary_ != nullptr) canary_->read_entries(*this, layer, head, 0, pages + first, 1, logical + 1 - first);
 }
 
@@ -241,7 +241,7 @@ void HostPool::append(int layer, const int32_t* pages, int64_t n_pages, int64_t 
     const int32_t* pages;
     int64_t start, count;
     TokenView k, v;
-    FirstFailure* failure;  // of any head; the others are written all the same
+    FirstFailure* failure;  // first of any head; the other heads are still written
   };
   FirstFailure failure;
   Job job{this, layer, pages, start, count, k, v, &failure};
@@ -257,14 +257,14 @@ void HostPool::append(int layer, const int32_t* pages, int64_t n_pages, int64_t 
     }
   };
   failure.guard([&] { workers_->parallel_for(shape_.kv_heads, head_body, &job); });
-  // Every head sealed its blocks in this same order, so on a collision tag and entries have the same last
-  // writer. A failure changes nothing about that: an entry that has a new owner must not keep the old tag.
+  // Every head sealed its blocks in this order, so after a collision tag and entries have the same last
+  // writer. Tags are written even after a failure: an entry with a new owner must not keep the old tag.
   for (int64_t p = start / kPage; p < (start + count) / kPage; ++p)
     tag_blocks(layer, pages, static_cast<int>(p));
   failure.rethrow();
 }
 
-// Of what somebody else has written, the canary takes what is there.
+// Has the canary take the present contents as valid, because another writer wrote them.
 void HostPool::vouch(int layer, int head, const int32_t* pages, int64_t start, int64_t count) const {
   for (int64_t at = start; at < start + count; ++at) {
     const int page = pages[at / kPage], offset = static_cast<int>(at % kPage);
@@ -293,7 +293,7 @@ void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t s
     int layer;
     const int32_t* pages;
     int64_t start, count;
-    int first, full, stop;  // logical pages: written, of them filled, behind the last one written
+    int first, full, stop;  // logical pages: first written; end of the filled; end of the written
     bool described;
     FirstFailure* failure;  // as in append()
   };
@@ -308,7 +308,7 @@ void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t s
           static_cast<int>((start + count + kPage - 1) / kPage),
           described,
           &failure};
-  // What follows from a page alone, by pages, because there may be more workers than heads.
+  // What depends on a page alone is split by pages, because there may be more workers than heads.
   const auto pages_body = [](void* arg, int item) {
     const Job& j = *static_cast<Job*>(arg);
     const int heads = j.pool->shape().kv_heads, begin = j.first + item / heads * kAdoptPages;
@@ -384,7 +384,7 @@ void HostPool::gather(int layer, const int32_t* pages, int64_t count, char* k, i
   check_layer(layer);
   const std::string wrong = check_pages(pages, count);
   if (!wrong.empty()) refuse("The pages cannot be gathered: " + wrong + ".");
-  constexpr int kChunk = 64;  // pages an item: enough to hide the hand-out, small enough to balance one head
+  constexpr int kChunk = 64;  // pages an item: enough to amortise the hand-out, few enough to balance a head
   struct Job {
     const HostPool* pool;
     int layer;

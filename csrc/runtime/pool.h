@@ -1,4 +1,4 @@
-// The host pool: every tile of every layer, and what is known about them (metadata, moments).
+// The host pool: every tile of every layer, with metadata and moments.
 #pragma once
 
 #include <atomic>
@@ -31,9 +31,9 @@ struct TokenView {
   }
 };
 
-// Device windows of one layer, KV dtype: [kv_heads][rows * slot_pages][2][16][D]. What they hold is what the
-// pool holds, not what was appended: with 8 bits an element these are not the same. Row r owns slot_pages
-// pages from r * slot_pages: the sinks, then a ring of window + 16 tokens.
+// Device windows of one layer, KV dtype: [kv_heads][rows * slot_pages][2][16][D]. They hold tokens as the
+// pool stores them, which with 8-bit elements are not exactly what was appended. Row r owns slot_pages pages
+// from r * slot_pages: the sinks, then a ring of window + 16 tokens.
 struct WindowView {
   char* data = nullptr;
   int64_t head_stride = 0;  // bytes
@@ -41,7 +41,7 @@ struct WindowView {
   int sink_pages = 0;
   int ring_pages = 0;
 
-  // The ring has a page more than the window, in tokens: the window begins with a whole page.
+  // The ring has one page more than the window has tokens, because a window begins with a whole page.
   static int ring_of(int window) { return window / kPage + 1; }
   int slot_pages() const { return sink_pages + ring_pages; }
   int window() const { return (ring_pages - 1) * kPage; }
@@ -59,23 +59,22 @@ inline int window_start_page(int n, int sink_pages, int window) {
   return pages > sink_pages ? pages : sink_pages;
 }
 
-// Layout: the contract of PoolShape and layer_.
+// Layout: see PoolShape and layer_.
 //
-// A page is "full" when its 16 tokens are written; then its metadata and moments are computed, its sketch if
-// the shape has sketches, and the coarse entry of level j when it is the last of its block. A coarse entry
-// lives at [last page >> j] and is tagged with that page: the later writer wins a collision and the loser is
-// scored from its pages, bit-identically. (Not quite after two requests prefilled the same prefix at once and
-// SGLang rebound one to the other's pages: entries and moments made before that describe its own copies of
-// the same tokens, which rounding may set apart.) A stale tag is never believed: a block is looked up by a
-// page that is full and last of it on the request's path, and such a page rewrote the entry when it became
-// full.
+// A page is full when its 16 tokens are written. Then its metadata and moments are computed, its sketch if
+// the shape has sketches, and the coarse entry of level j if it is the last page of its block. A coarse entry
+// lives at [last page >> j] and is tagged with that page. After a collision the later writer has the entry,
+// and the other block is scored from its pages, bit-identically. One exception: after two requests prefill
+// the same prefix at once, SGLang rebinds one to the other's pages. That request's earlier entries and
+// moments describe its own copies of the tokens, which rounding may set apart. A stale tag is harmless: a
+// block is looked up by its last page, which is full and on the request's path, and that page rewrote the
+// entry when it became full.
 //
-// With a canary, whatever writes says so to it, and whatever has read tiles, entries or sketches asks it.
-// Reads by policies that look at keys themselves, measurements for predictors, and a device's are not
-// checked.
+// With a canary, every writer and every reader of tiles, entries and sketches reports to it. Not checked are
+// reads by policies that inspect keys, by measurements for predictors, and by devices.
 //
 // append and adopt must not run together with readers of the same layer. The engine, which appends and reads
-// in one step, uses the four parts below them.
+// in one step, uses the four parts of an append below.
 class HostPool {
  public:
   // spread: how blocks are scored (KernelTable::score). isa: a name of available_isas(), or "" for the best
@@ -85,7 +84,7 @@ class HostPool {
   const PoolShape& shape() const { return shape_; }
   float spread() const { return spread_; }
   const KernelTable& kernels() const { return *kernels_; }
-  // The same ISA's for tiles of the KV dtype, which windows have.
+  // Kernels of the same ISA for tiles of the KV dtype, which windows have.
   const KernelTable& window_kernels() const { return *window_kernels_; }
   WorkerPool& workers() const { return *workers_; }
 
@@ -103,18 +102,18 @@ class HostPool {
   double* moments(int layer, int head, int page) const {
     return layer_[layer].moments + (static_cast<int64_t>(head) * shape_.pages + page) * shape_.moments_len();
   }
-  // The sketches of a head's pages, by page; only of a pool whose shape says so.
+  // The sketches of a head's pages, by page; only if the shape has sketches.
   char* sketches(int layer, int head) const {
     return layer_[layer].sketches + int64_t{head} * shape_.pages * shape_.sketch_bytes();
   }
   char* tiles_base(int layer) const { return layer_[layer].tiles; }
   char* meta_base(int layer, int level) const { return layer_[layer].meta[level]; }
   double* moments_base(int layer) const { return layer_[layer].moments; }
-  // Everything above, of all layers: what a device must have pinned to read it.
+  // Everything above, for all layers: a device must pin it to read it.
   const HostMemory& memory() const { return memory_; }
 
-  // Before anything is written: this share of the reads of tiles, metadata and sketches is checked. Throws as
-  // Canary does.
+  // Has this share of the reads of tiles, metadata and sketches checked. Called before anything is written.
+  // Throws as Canary does.
   void guard(double share) { canary_ = std::make_unique<Canary>(shape_, share); }
   // nullptr: nothing is checked.
   const Canary* canary() const { return canary_.get(); }
@@ -123,11 +122,11 @@ class HostPool {
   // Positions before start are only read. Throws std::invalid_argument before anything is written.
   void append(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count, TokenView k,
               TokenView v);
-  // append, of tokens that somebody else has written to their tiles. described: with the metadata and the own
-  // moments of every page that they fill, as a device does; sketches are made here all the same. Once for
-  // every such write, before anybody reads what it wrote. Same errors.
+  // append() for tokens that another writer has put into their tiles. described: the writer, a device, has
+  // also written the metadata and the own moments of every page that they fill; sketches are made here all
+  // the same. Call it once for every such write, before the tokens are read. Same errors.
   void adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count, bool described);
-  // Throws std::invalid_argument where append would, whatever the layer.
+  // Throws std::invalid_argument where append() would, for any layer.
   void check_tokens(const int32_t* pages, int64_t n_pages, int64_t start, int64_t count) const;
   // Copies the resident tiles (sinks and window) of a request of n tokens into a row of the windows.
   void fill_window(int layer, const WindowView& window, int row, int n, const int32_t* pages,
@@ -136,35 +135,35 @@ class HostPool {
   void gather(int layer, const int32_t* pages, int64_t count, char* k, int64_t k_head_stride, char* v,
               int64_t v_head_stride);
 
-  // The canary knows none of their tokens any more.
+  // The canary forgets all tokens of these pages.
   void forget_sums(const int32_t* pages, int64_t count);
 
   // The four parts of an append, for one layer. Both seals read what was written before, and throw
-  // CorruptMemory only when all is done: who appended ends, and nobody else has the page.
+  // CorruptMemory only when all is done. The request that appended then ends; no other request has the page.
   void write_token(int layer, int head, int page, int offset, const char* k, const char* v) const;
-  // Token `offset` of a tile, as it is stored, into that of a tile of the KV dtype.
+  // Copies token `offset` of a tile, as it is stored, to the same place of a KV-dtype tile `to`.
   void read_token(int layer, int head, int page, int offset, char* to) const;
-  // Metadata of level 0, moments and sketch of logical page `logical`, which is full. Writes nothing that
-  // belongs to another page, so it may run while other pages and any coarse entry are read.
+  // Writes metadata of level 0, moments and sketch of logical page `logical`, which is full. Writes nothing
+  // that belongs to another page, so other pages and coarse entries may be read meanwhile.
   void seal_page(int layer, int head, const int32_t* pages, int logical) const {
     describe_page(layer, head, pages[logical]);
     chain_page(layer, head, pages, logical);
     if (canary_ != nullptr) canary_->read_tiles(*this, layer, head, pages + logical, kPage);
   }
-  // Coarse entries whose last page is `logical`, for one head. May overwrite an entry somebody reads.
+  // Writes the coarse entries whose last page is `logical`, for one head. May overwrite an entry in use.
   void seal_blocks(int layer, int head, const int32_t* pages, int logical) const;
-  // Their tags; once a layer.
+  // Writes their tags; once a layer.
   void tag_blocks(int layer, const int32_t* pages, int logical) const;
 
-  // From now on writes to tiles are counted; while nobody appends.
+  // Counts writes to tiles from now on. Called while nothing appends.
   void count_writes();
-  // A number that a tile's every write changes before it (that of a device: in adopt, before anybody reads),
-  // once they are counted: who copies a tile and finds the number as it was has a copy of one state. The
-  // tile's writer may go on meanwhile.
+  // A number that changes before every write to the tile (for a device: in adopt, before the tokens are
+  // read). If it is the same before and after a copy of the tile, the copy is of one state. The tile's writer
+  // may go on meanwhile. Needs count_writes().
   uint32_t writes(int layer, int head, int page) const {
     return std::atomic_ref(writes_[tile_number(layer, head, page)]).load(std::memory_order_acquire);
   }
-  // writes() comes soon.
+  // Prefetches for writes().
   void expect_writes(int layer, int head, int page) const {
     __builtin_prefetch(&writes_[tile_number(layer, head, page)]);
   }
@@ -182,11 +181,11 @@ class HostPool {
     char* meta[kLevels];
     int32_t* tags[kLevels];  // [0] is unused
     double* moments;
-    char* sketches;  // [kv_heads][pages]; only where they are made
+    char* sketches;  // [kv_heads][pages], if the shape has sketches
   };
 
-  // The two parts of seal_page. The first follows from the page alone, wherever it is on a path: metadata,
-  // and the page's own moments where the sums will be. The second makes them running sums, once.
+  // The two parts of seal_page. The first depends on the page alone, on any path: metadata, and the page's
+  // own moments in the place of the sums. The second turns these into running sums, once.
   void describe_page(int layer, int head, int page) const;
   void sketch_page(int layer, int head, int page) const;
   void chain_page(int layer, int head, const int32_t* pages, int logical) const;
@@ -202,7 +201,7 @@ class HostPool {
   std::vector<Layer> layer_;
   HostMemory write_counts_;
   std::unique_ptr<Canary> canary_;
-  uint32_t* writes_ = nullptr;  // [layers][kv_heads][pages]; nullptr: nobody asked
+  uint32_t* writes_ = nullptr;  // [layers][kv_heads][pages]; nullptr: not counted
 };
 
 }  // namespace fluxion

@@ -1,4 +1,4 @@
-// A sum of bytes that tells whether they have changed; what the canary keeps.
+// A checksum that detects changed bytes; the canary keeps these.
 #pragma once
 
 #include <algorithm>
@@ -10,10 +10,10 @@ namespace fluxion {
 
 inline constexpr uint64_t kOdd = 0x9e3779b97f4a7c15;
 
-// One to one in each of the two.
+// A bijection in each argument.
 inline uint64_t mix(uint64_t sum, uint64_t word) { return std::rotl((sum ^ word) * kOdd, 29); }
 
-// Sums side by side, because each step of one waits for a product.
+// Independent sums, because each step of a sum waits for a product.
 inline constexpr int kSums = 8;
 
 inline void add_words(const char* data, int64_t bytes, uint64_t* sums) {
@@ -49,7 +49,7 @@ inline AddWords best_add_words() {
 
 inline constexpr int64_t kSumBytes = 32;
 
-// bytes that are added: a multiple of kSumBytes.
+// Adds bytes in multiples of kSumBytes.
 class Sums {
  public:
   explicit Sums(uint64_t seed, AddWords add = best()) : add_(add) {
@@ -65,7 +65,7 @@ class Sums {
       sums_[i] = mix(sums_[i], word);
     }
   }
-  // Never 0, which stands for nothing.
+  // Never 0, which means "never written".
   uint64_t take() const {
     uint64_t left[kSums];
     std::copy_n(sums_, kSums, left);

@@ -35,7 +35,7 @@ std::vector<int> parse_list(const std::string& text) {
   return out;
 }
 
-// Cores that thread `tid` (0: the caller) may run on; none when it cannot be asked.
+// Cores that thread `tid` (0: the caller) may run on; none if they cannot be read.
 std::vector<int> cores_of_thread(pid_t tid) {
   CoreSet set = CoreSet::of_thread(tid);
   std::vector<int> cores;
@@ -45,7 +45,7 @@ std::vector<int> cores_of_thread(pid_t tid) {
   return cores;
 }
 
-// Of the whole process: whoever binds OpenMP threads to cores, one each, binds the calling thread with them.
+// Cores of all threads of the process: an OpenMP that binds each thread to one core also binds the caller.
 std::vector<int> allowed_cores() {
   std::set<int> cores;
   std::error_code error;
@@ -115,12 +115,12 @@ int64_t keyed_number(const fs::path& path, const std::string& key) {
 
 struct CgroupFiles {
   const char* limit;
-  const char* throttle;  // above it the kernel makes whoever asks for memory wait; nullptr: there is none
+  const char* throttle;  // above it the kernel delays allocations; nullptr: there is none
   const char* used;
   const char* droppable;
 };
 
-// A limit may sit on any ancestor: visit(folder) for the cgroup and each of these.
+// A limit may sit on any ancestor: calls visit(folder) for the cgroup and each of its ancestors.
 template <typename Visit>
 void walk_cgroup(const fs::path& mount, fs::path relative, const Visit& visit) {
   for (;;) {
@@ -131,7 +131,7 @@ void walk_cgroup(const fs::path& mount, fs::path relative, const Visit& visit) {
   }
 }
 
-// What is left is the least of what is left at every level.
+// The available memory is the minimum over all levels.
 void read_memory(const fs::path& mount, const fs::path& relative, const CgroupFiles& files, Topology* t) {
   walk_cgroup(mount, relative, [&](const fs::path& dir) {
     int64_t limit = read_number(dir / files.limit);
@@ -147,7 +147,7 @@ void read_memory(const fs::path& mount, const fs::path& relative, const CgroupFi
   });
 }
 
-// "max 100000" or "150000 100000": microseconds of CPU time in every period of so many.
+// "max 100000" or "150000 100000": microseconds of CPU time per period, and the period.
 double quota_v2(const fs::path& dir) {
   std::ifstream in(dir / "cpu.max");
   double quota = 0, period = 0;

@@ -11,13 +11,13 @@
 
 namespace fluxion {
 
-// A set of cores as large as Linux can have: cpu_set_t stops at 1024.
+// A set of cores of any size that Linux supports: cpu_set_t stops at 1024.
 class CoreSet {
  public:
   CoreSet() = default;
   explicit CoreSet(int core) { add(core); }
   void add(int core) { CPU_SET_S(core, sizeof(words_), get()); }
-  // What a thread (0: the caller) may run on; the empty set when it cannot be asked.
+  // Cores that a thread (0: the caller) may run on; empty if they cannot be read.
   static CoreSet of_thread(pid_t tid) {
     CoreSet set;
     if (sched_getaffinity(tid, sizeof(set.words_), set.get()) != 0) set = {};
@@ -40,8 +40,8 @@ struct NumaNode {
 };
 
 struct Topology {
-  // Cores of sched_getaffinity. The first hardware thread of every physical core comes before any second one,
-  // so that a prefix of the list is the best choice of that many cores.
+  // Cores of sched_getaffinity. The first hardware threads of all physical cores come before any second ones,
+  // so a prefix of the list is the best choice of that many cores.
   std::vector<int> cores;
   std::vector<NumaNode> numa;
   std::string huge_pages;     // "always", "madvise", "never" or "unknown"
@@ -58,20 +58,19 @@ struct Topology {
 };
 
 Topology read_topology();
-// Of a machine whose /sys and /proc are in the folder root, and a process that may use these cores.
+// The topology of a machine with /sys and /proc below `root`, for a process that may use these cores.
 Topology read_topology(const std::filesystem::path& root, std::vector<int> cores);
 
-// Bytes of a core's last cache for each of the hardware threads that it shows as sharing it; 0: it shows
-// none.
+// Bytes of a core's last cache per hardware thread that shares it; 0: unknown.
 int64_t last_cache_per_thread(int core);
 
-// Nanoseconds that an idle worker waits for work before it sleeps: `wanted`, unless FLUXION_SPIN_US says
-// otherwise. Under a quota of CPU time, none: what it spins is taken from what it may compute.
+// Nanoseconds that an idle worker spins before it sleeps: `wanted`, unless FLUXION_SPIN_US says otherwise. 0
+// under a quota of CPU time, because spinning takes time from computing.
 inline constexpr int64_t kIdleSpinNs = 30'000;
 int64_t idle_spin_ns(const Topology& topology, int64_t wanted = kIdleSpinNs);
 
-// The NUMA nodes of `cores` to deal memory to in turn, because threads on the first `touching` of these cores
-// (dealt round) would touch it on fewer of the nodes; none: they touch it on all of them, or there is one.
+// The NUMA nodes of `cores` to spread memory over in turn, if threads on the first `touching` of these cores
+// (dealt round) would touch it on fewer nodes. Empty if they touch it on all nodes, or there is one node.
 std::vector<NumaNode> nodes_to_interleave(const Topology& topology, const std::vector<int>& cores,
                                           int touching);
 

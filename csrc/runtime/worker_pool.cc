@@ -58,8 +58,8 @@ WorkerPool::WorkerPool(int threads, std::vector<int> cores, int64_t spin_ns, boo
         i == 0 ? cores_.size() : i;  // the first worker that is pinned to it: 0 is the caller
     (first < static_cast<size_t>(threads_) ? worker_cores_ : other_cores_).push_back(cores_[i]);
   }
-  handles_.reserve(threads_);  // a thread that has started is not forgotten
-  // Signals belong to the threads Python knows.
+  handles_.reserve(threads_);  // so that every started thread is recorded
+  // Pool threads block signals: these belong to the threads that Python knows.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -78,7 +78,7 @@ WorkerPool::WorkerPool(int threads, std::vector<int> cores, int64_t spin_ns, boo
   }
 }
 
-// An error number of pthread_create; 0: it runs.
+// Returns an error number of pthread_create; 0: success.
 int WorkerPool::start_thread(int worker, bool pinned) {
   std::unique_ptr<Start> start(new (std::nothrow) Start{this, worker});
   if (start == nullptr) return ENOMEM;
@@ -92,12 +92,12 @@ int WorkerPool::start_thread(int worker, bool pinned) {
   pthread_t handle;
   int error = pthread_create(&handle, &attr, &WorkerPool::thread_main, start.get());
   pthread_attr_destroy(&attr);
-  // A sandbox may forbid threads to choose their cores, and a cpuset may have changed. That costs speed
-  // alone.
+  // A sandbox may forbid threads to choose their cores, and a cpuset may have changed. Unpinned threads cost
+  // speed only.
   if (error == EPERM || error == EINVAL)
     error = pthread_create(&handle, nullptr, &WorkerPool::thread_main, start.get());
   if (error != 0) return error;
-  start.release();  // the thread's
+  start.release();  // the thread owns it
   handles_.push_back(handle);
   return 0;
 }
@@ -159,7 +159,7 @@ void WorkerPool::work(int worker) {
   }
 }
 
-// Two system calls, in the rare launch that needs them.
+// Takes two system calls, in the rare launch that needs them.
 void WorkerPool::leave_workers_core() const {
   if (other_cores_.empty()) return;
   const int here = sched_getcpu();
@@ -192,7 +192,7 @@ void WorkerPool::join() {
     gate_.fetch_and(~kOpen, std::memory_order_acq_rel);
     wait_until([this] { return (gate_.load(std::memory_order_acquire) & kCount) == 0; });
   }
-  // Both point into the caller's frame more often than not.
+  // Both usually point into the caller's frame.
   fn_ = nullptr;
   ctx_ = nullptr;
   std::exception_ptr failure = failure_.take();

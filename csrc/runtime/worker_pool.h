@@ -29,8 +29,8 @@ inline int64_t now_ns() {
       .count();
 }
 
-// Between two looks at what another thread will change: pauses first, then gives the core away, so that a
-// machine with more threads than cores still makes progress.
+// Waits between two looks at what another thread will change. Pauses first, then yields the core, so that a
+// machine with more threads than cores makes progress.
 class Backoff {
  public:
   void wait(int pauses = 1) {
@@ -52,11 +52,11 @@ void wait_until(Ready ready) {
   for (Backoff backoff; !ready();) backoff.wait();
 }
 
-// The first exception of several threads that do one thing together. It allocates nothing, because what it
-// catches may be that memory ran out.
+// The first exception of several threads that work together. Allocates nothing, because the exception may be
+// that memory ran out.
 class FirstFailure {
  public:
-  // Any thread. Whether body() threw nothing.
+  // Any thread. Returns false if body() threw.
   template <typename Body>
   bool guard(const Body& body) noexcept {
     try {
@@ -67,14 +67,13 @@ class FirstFailure {
       return false;
     }
   }
-  // One thread, when all others are done and it knows: the exception, or nullptr; then there is none any
-  // more.
+  // Returns and clears the exception; nullptr: none. For one thread, when it knows that all others are done.
   std::exception_ptr take() noexcept {
     if (!taken_.load(std::memory_order_relaxed)) return nullptr;
     taken_.store(false, std::memory_order_relaxed);
     return std::exchange(failure_, nullptr);
   }
-  // The same; throws it.
+  // Takes the exception, and throws it if there is one.
   void rethrow() {
     if (std::exception_ptr failure = take()) std::rethrow_exception(std::move(failure));
   }
@@ -84,9 +83,9 @@ class FirstFailure {
   std::exception_ptr failure_;
 };
 
-// The calling thread is worker 0 and is never pinned; workers 1..n-1 are threads of the pool. Where these are
-// pinned, a caller that is on the core of another worker when it launches moves to a core that has none: the
-// scheduler would leave both there for milliseconds.
+// The calling thread is worker 0 and is never pinned; workers 1..n-1 are threads of the pool. If these are
+// pinned and a caller launches on the core of another worker, it moves to a core without a worker. The
+// scheduler would leave both on that core for milliseconds.
 //
 // Invariant of the gate: a worker runs the published function only between entering (count + 1, possible only
 // while the gate is open) and leaving (count - 1). join() closes the gate and waits for the count to reach
@@ -94,17 +93,16 @@ class FirstFailure {
 // hand out its work dynamically: any subset of the workers, worker 0 alone included, has to be able to finish
 // it.
 //
-// A function may throw, on any worker. The others go on with what there is to hand out; then whoever waits
-// gets the first exception, and the pool is free.
+// A function may throw on any worker. The others finish the rest of the work; then the waiting thread gets
+// the first exception, and the pool is free.
 class WorkerPool {
  public:
   using Fn = void (*)(void* ctx, int worker);
   using ItemFn = void (*)(void* ctx, int item);
 
-  // cores: cores to pin to, worker w on cores[w % size]; empty: every allowed core. pinned: false leaves it
-  // to the scheduler which of the cores a worker is on. Throws std::invalid_argument for a bad count or a
-  // core this process may not use, std::runtime_error when a thread cannot be started. spin_ns:
-  // idle_spin_ns().
+  // cores: cores to pin to, worker w on cores[w % size]; empty: every allowed core. pinned: false lets the
+  // scheduler move workers among the cores. Throws std::invalid_argument for a bad count or a core this
+  // process may not use, std::runtime_error when a thread cannot be started. spin_ns: idle_spin_ns().
   WorkerPool(int threads, std::vector<int> cores, int64_t spin_ns = kIdleSpinNs, bool pinned = true);
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
@@ -114,19 +112,20 @@ class WorkerPool {
   const std::vector<int>& cores() const { return cores_; }
   bool pinned() const { return pinned_; }
 
-  // Starts fn(ctx, w) on the threads and returns at once. False, and nothing started, when the pool is busy.
-  // wake: threads that sleep come, too. It costs the caller a system call of some 10 us, and them as much to
-  // come. (Not inlined: GCC 12 then takes the caller's ctx for a dangling pointer, though join() clears it.)
+  // Starts fn(ctx, w) on the threads and returns at once. Returns false, with nothing started, if the pool is
+  // busy. wake: also wake threads that sleep. That costs the caller a system call of some 10 us, and them as
+  // much to come. (Not inlined: GCC 12 then takes the caller's ctx for a dangling pointer, though join()
+  // clears it.)
   [[gnu::noinline]] FLUXION_API bool launch(Fn fn, void* ctx, bool wake = true);
-  // Runs fn(ctx, 0) in the caller, then waits for every worker that entered. Pairs with a launch() that was
-  // true. Throws what a worker threw first, when all are done.
+  // Runs fn(ctx, 0) in the caller, then waits for every worker that entered. Follows a launch() that returned
+  // true. Throws the first exception of a worker, when all are done.
   FLUXION_API void join();
 
-  // fn(ctx, i) for i in [0, count), over all workers. In the caller alone while a launch() is outstanding.
-  // wake: as for launch(). Throws as join() does; some items were not done then.
+  // Calls fn(ctx, i) for i in [0, count), over all workers; in the caller alone while a launch() is
+  // outstanding. wake: as for launch(). Throws as join() does; then some items were not done.
   void parallel_for(int count, ItemFn fn, void* ctx, bool wake = true);
-  // fn(ctx, w) once on every worker; false when the pool is busy. For first touch; not for the hot path.
-  // Throws as join() does; some workers were left out then.
+  // Calls fn(ctx, w) once on every worker; returns false if the pool is busy. For first touch; not for the
+  // hot path. Throws as join() does; then some workers were left out.
   FLUXION_API bool each(Fn fn, void* ctx);
 
  private:

@@ -6,16 +6,16 @@
 #include "simd/mix.h"
 #include "simd/pairs.h"
 
-// AVX-512 and a matrix unit. Vectors are multiplied as floats: these cores take longer for bf16 ones.
+// AVX-512 and a matrix unit. Vectors are multiplied as floats, because these cores take longer for bf16.
 #define FLUXION_MATRIX_UNIT
 
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// x as a sum of bf16 numbers for the matrix unit, but for 2^-16 of it at most (2^-126 if that is more); x is
-// at least 0. NaN stays NaN.
+// x, at least 0, as a sum of bf16 numbers for the matrix unit. The error is at most 2^-16 of it (2^-126 if
+// that is more). NaN stays NaN.
 struct Split {
-  // As the second number of a pair whose first is 0, and as the first one of a pair whose second is 0.
+  // As the second number of a pair whose first is 0, and as the first of a pair whose second is 0.
   Vec high_second, high_first, low_second, low_first;
 
   explicit Split(Vec x) {
@@ -30,7 +30,7 @@ struct Split {
   }
 };
 
-// For the matrix unit alone. Rows are filled up with zeros to a multiple of what one product takes.
+// For the matrix unit alone. Rows are padded with zeros to a multiple of what one product takes.
 template <>
 struct WordsOf<BF16> : PairWords {
   static int depth(int D) { return (D / 2 + kMatrixColumns - 1) / kMatrixColumns * kMatrixColumns; }

@@ -105,7 +105,7 @@ inline Vec max_by_period(Vec x) {
   if constexpr (kPeriod == 1) x = max(x, _mm256_permute_ps(x, 0xb1));
   return x;
 }
-// All lanes of a and b, kPeriod lanes of each in turn.
+// Interleaves a and b, kPeriod lanes of each in turn.
 template <int kPeriod>
 inline void take_turns(Vec& a, Vec& b) {
   const Vec x = a, y = b;
@@ -114,7 +114,7 @@ inline void take_turns(Vec& a, Vec& b) {
   a = kPeriod == 1 ? _mm256_unpacklo_ps(x, y) : _mm256_castpd_ps(_mm256_unpacklo_pd(p, q));
   b = kPeriod == 1 ? _mm256_unpackhi_ps(x, y) : _mm256_castpd_ps(_mm256_unpackhi_pd(p, q));
 }
-// Not by horizontal additions, each of which is several instructions inside.
+// Not by horizontal additions, each of which is several micro-operations.
 template <class Two>
 inline Vec fold_rows(const Vec (&rows)[kLanes], const Two& two) {
   const auto fold = [&](Vec a, Vec b) { return two(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); };
@@ -171,8 +171,8 @@ inline Vec add_words_at(Vec sum, Vec a, const int16_t* x) {
 }
 inline Vec floats_of(Vec sum) { return _mm256_cvtepi32_ps(_mm256_castps_si256(sum)); }
 inline Vec bytes_at(const Int8* p) { return load(reinterpret_cast<const float*>(p)); }
-// Products of bytes would not fit into the words in which AVX2 adds them: the first and third of four bytes
-// become words, then the others.
+// AVX2 adds products of bytes in 16-bit words, which would overflow. The first and third of four bytes become
+// words, then the others.
 inline Vec add_bytes(Vec sum, Vec a, Vec b) {
   const __m256i x = _mm256_castps_si256(a), y = _mm256_castps_si256(b);
   const __m256i even = _mm256_madd_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0xff)),

@@ -66,7 +66,7 @@ inline Vec max_by_period(Vec x) {
   if constexpr (kPeriod == 1) x = max(x, _mm512_permute_ps(x, 0xb1));
   return x;
 }
-// All lanes of a and b, kPeriod lanes of each in turn.
+// Interleaves a and b, kPeriod lanes of each in turn.
 template <int kPeriod>
 inline void take_turns(Vec& a, Vec& b) {
   const Vec x = a, y = b;
@@ -85,7 +85,7 @@ inline void take_turns(Vec& a, Vec& b) {
 }
 template <class Two>
 inline Vec fold_rows(const Vec (&rows)[kLanes], const Two& two) {
-  // Each step joins two halves of two vectors and so halves their number; the last order of lanes is the
+  // Each step joins halves of two vectors and halves the number of vectors; the final order of lanes is the
   // order of rows.
   Vec pairs[8], fours[4];
 #pragma GCC unroll 8
@@ -151,7 +151,7 @@ inline Vec add_words(Vec sum, Vec a, Vec b) {
 }
 inline Vec add_words_at(Vec sum, Vec a, const int16_t* x) {
 #ifdef __AVX512VNNI__
-  // A broadcast of its own would take as many instructions again.
+  // A separate broadcast would double the number of instructions.
   asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(*reinterpret_cast<const int32_t*>(x)));
   return sum;
 #else
@@ -167,7 +167,7 @@ inline Vec add_bytes(Vec sum, Vec a, Vec b) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
   return sum;
 #else
-  // Products of bytes would not fit into words: the first and third of four bytes become words, then the
+  // Products of bytes would overflow 16-bit words: the first and third of four bytes become words, then the
   // others.
   const __m512i x = _mm512_castps_si512(a), y = _mm512_castps_si512(b);
   const __m512i even = _mm512_madd_epi16(_mm512_and_si512(x, _mm512_set1_epi16(0xff)),
@@ -202,7 +202,7 @@ inline void store_bytes(Vec x, uint8_t* to) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
 
-// Which of 32 weights [rows][kAcross] goes where, for the weights of two rows to lie side by side.
+// The order of 32 weights [rows][kAcross] that puts the weights of two rows side by side.
 template <int kAcross>
 struct PairOrder {
   alignas(64) uint16_t from[2 * kLanes];

@@ -37,7 +37,7 @@ struct Dot<BF16> {
   }
 };
 
-// A pair of elements in every lane: of one head each, or the same one for all.
+// A pair of elements in every lane: of one head each, or the same pair for all.
 #define FLUXION_PAIR_PRODUCTS
 using ElementPair = __m512bh;
 inline ElementPair pairs_of_heads(const float* p) { return reinterpret_cast<ElementPair>(load(p)); }
@@ -136,8 +136,8 @@ struct WordsOf<BF16> : PairWords {
   }
 };
 
-// Measured on Zen 5, which gets a line from memory every 7 to 12 cycles; Zen 4 chooses this ISA, too. To
-// fetch nearly 4 KiB, or a multiple, ahead in each list is slower.
+// Measured on Zen 5, which gets a line from memory every 7 to 12 cycles; Zen 4 chooses this ISA, too.
+// Prefetching nearly 4 KiB, or a multiple of it, ahead in each list is slower.
 template <>
 struct Pace<4> {
   static constexpr int kAheadBytes = 20 << 10;

@@ -2,7 +2,7 @@
 
 #include "simd/types.h"
 
-// How a query is laid out for dot products with rows of T. This is the way of every ISA that multiplies
+// The layout of a query for dot products with rows of T. This version is for every ISA that multiplies
 // floats; an ISA that multiplies bf16 specialises it.
 namespace fluxion::FLUXION_ISA {
 namespace {
@@ -12,7 +12,7 @@ struct Dot {
   using Query = float;
   static constexpr int kStep = 2 * kLanes;  // elements that are multiplied at a time
 
-  // n is a multiple of 16. Returns what products are to be multiplied by.
+  // n is a multiple of 16. Returns the factor to multiply products by.
   static float pack(const T* q, int n, Query* out) {
     int i = 0;
     for (; i + 2 * kLanes <= n; i += 2 * kLanes) {

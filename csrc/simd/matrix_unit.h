@@ -9,8 +9,8 @@ namespace {
 // Rows of a register of the matrix unit, and 32-bit elements of a row.
 inline constexpr int kMatrixRows = 16, kMatrixColumns = 16;
 
-// The unit is ready to multiply matrices of full size while this lives. Then it is as whoever used it before
-// had set it up; the numbers that it held are lost.
+// While this lives, the unit is ready to multiply full-size matrices. Afterwards it has its former
+// configuration; the numbers that it held are lost.
 class MatrixUnit {
  public:
   MatrixUnit() {
@@ -19,7 +19,7 @@ class MatrixUnit {
     asm volatile("ldtilecfg %0" ::"m"(config));
   }
   ~MatrixUnit() {
-    // Left in use, its 8 KiB would be saved at every switch of threads.
+    // If left in use, its 8 KiB would be saved at every switch of threads.
     if (before_.palette == 0) {
       asm volatile("tilerelease" ::: "memory");
     } else {
@@ -38,8 +38,8 @@ class MatrixUnit {
   Config before_;
 };
 
-// Register i takes 16 rows of 64 bytes, `stride` bytes apart. The compiler's own intrinsics do not say that
-// they read memory (in GCC 12), and writes are moved behind them.
+// Loads 16 rows of 64 bytes, `stride` bytes apart, into register i. The compiler's own intrinsics do not
+// declare that they read memory (in GCC 12), and writes are moved behind them.
 template <int i>
 inline void load_matrix(const void* from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(i) : "memory");

@@ -2,7 +2,7 @@
 
 #include "simd/types.h"
 
-// How rows of T are multiplied by weights and summed up.
+// How rows of T are multiplied by weights and summed.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
@@ -28,9 +28,9 @@ struct Mix {
   // Writes the sums of a pair in the order of the elements.
   static void store_sums(float* p, Vec a, Vec b) { store_pair<T>(p, a, b); }
 
-  // The weights as `add` uses them.
+  // The weights, rounded as `add` uses them.
   static Vec rounded(Vec weights) { return weights; }
-  // Of two weights that are rounded already, of the first row and of the last one.
+  // The word of two rounded weights, of the first row and of the last one.
   static float word(float p, float) { return p; }
   static Weight weight(const float* word) { return set1(*word); }
   // weights[rows][kAcross], kCount in all, become words[rows / kRows][kAcross] in the same place. sum: of the
@@ -41,8 +41,7 @@ struct Mix {
   }
 };
 
-// The Mix of kernels with so many heads to a row that they wait for arithmetic, not for memory. An ISA that
-// multiplies bf16 has one of its own.
+// The Mix of compute-bound kernels, which have many heads to a row. An ISA that multiplies bf16 has its own.
 template <class T>
 struct ManyHeads {
   using Values = Mix<T>;

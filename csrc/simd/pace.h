@@ -2,11 +2,10 @@
 
 #include "simd/types.h"
 
-// How lines are fetched of kSide lists that are read side by side: how many bytes ahead of their use, all
-// lists together, which is far enough to cover the latency of memory and near enough for the nearest cache (a
-// scan looks one block of entries ahead, whatever this says); and how many multiplications apart, of which
-// kernels/throttle.h finds the best. Found by measurement on Intel's cores; an ISA that only others' cores
-// choose specialises it.
+// How lines of kSide lists that are read side by side are prefetched. kAheadBytes, of all lists together,
+// covers the latency of memory and fits in the L1 cache (a scan always looks one block of entries ahead).
+// kGaps: multiplications between prefetches, of which kernels/throttle.h finds the best. Measured on Intel's
+// cores; an ISA that only other cores choose specialises it.
 namespace fluxion::FLUXION_ISA {
 namespace {
 

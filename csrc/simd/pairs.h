@@ -40,7 +40,7 @@ struct PairWords {
   }
 
  private:
-  // Element first + i of one vector beside that of the other.
+  // Puts element first + i of one vector beside that of the other.
   static __m512i order(int first) {
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i own = _mm512_add_epi32(lanes, _mm512_set1_epi32(first));

@@ -3,10 +3,9 @@
 #include "simd/types.h"
 
 // The vocabulary of the kernels, here with one lane; the other headers of this folder define the same names.
-// A "pair" is 2 * kLanes consecutive elements held in two vectors. Which element goes to which lane is the
-// ISA's own business (for bf16 the even ones and the odd ones, as that costs one instruction a vector), so
-// only load_pair and store_pair may assume it. min and max are (a < b ? a : b) and (a > b ? a : b): a NaN in
-// either gives b.
+// A "pair" is 2 * kLanes consecutive elements held in two vectors. Each ISA has its own order of elements in
+// lanes (for bf16 the even ones and the odd ones, which costs one instruction a vector); only load_pair and
+// store_pair may assume it. min and max are (a < b ? a : b) and (a > b ? a : b): a NaN in either gives b.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
@@ -16,8 +15,8 @@ inline constexpr int kRegisters = 16;  // that hold a Vec
 
 inline Vec set1(float x) { return x; }
 inline Vec load(const float* p) { return *p; }
-// x, which the compiler must not load again where it is used again: it would to save registers, and what
-// takes two loads an instruction waits for loads.
+// x, which the compiler must keep in a register. It would load x again to save registers, and code with two
+// loads an instruction waits for loads.
 inline Vec in_register(Vec x) { return x; }
 inline void store(float* p, Vec x) { *p = x; }
 inline Vec add(Vec a, Vec b) { return a + b; }
@@ -45,7 +44,7 @@ inline void compare_bytes(const uint8_t* p, uint8_t limit, uint64_t* above, uint
 }
 // p[i] |= value where bit i of `bits` is set, of kLanes consecutive words.
 inline void or_lanes(uint16_t* p, uint32_t bits, uint16_t value) { *p |= bits & 1 ? value : 0; }
-// Writes the lanes of x whose bits are set one after another, and anything up to p[kLanes - 1]; how many.
+// Writes the lanes of x with set bits one after another, and anything up to p[kLanes - 1]. Returns how many.
 inline int pack_lanes(float* p, uint32_t bits, Vec x) {
   *p = x;
   return bits & 1;
@@ -60,10 +59,10 @@ template <int kPeriod>
 inline Vec max_by_period(Vec x) {
   return x;
 }
-// A single lane is of a single vector.
+// A single lane has nothing to interleave.
 template <int kPeriod>
 inline void take_turns(Vec&, Vec&) {}
-// Lane i = what `two` makes of the lanes of rows[i], two at a time.
+// Lane i: the lanes of rows[i], combined by `two`, two at a time.
 template <class Two>
 inline Vec fold_rows(const Vec (&rows)[kLanes], const Two&) {
   return rows[0];
@@ -137,7 +136,7 @@ inline Vec two_bits(Vec x) {
   return float_of(bits_of(x) >> kFrom & 0x03030303u);
 }
 inline Vec four_bits(Vec high, Vec low) { return float_of(bits_of(high) << 2 | bits_of(low)); }
-// Up to 255; 1.5 * 2^23 more, and the last bits of a float are the nearest integer.
+// For x up to 255: with 1.5 * 2^23 added, the last bits of the float are the nearest integer.
 inline void store_bytes(Vec x, uint8_t* to) { *to = static_cast<uint8_t>(bits_of(x + 12582912.0f)); }
 
 inline void store_one(float* p, Vec x) { *p = x; }

@@ -17,7 +17,7 @@ struct Int8 {
   int8_t bits;
 };
 
-// The KV dtype of what is stored as T.
+// The KV dtype for storage type T.
 template <class T>
 struct ModelOf {
   using Type = T;
@@ -46,7 +46,7 @@ inline float float_of(uint32_t bits) {
 inline float to_float(float x) { return x; }
 inline float to_float(BF16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
 
-// To the nearest, of two equally near ones to the even.
+// Rounds to the nearest, ties to even.
 inline void round_to(float x, float* out) { *out = x; }
 inline void round_to(float x, BF16* out) {
   const uint32_t bits = bits_of(x);

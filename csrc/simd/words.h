@@ -2,8 +2,8 @@
 
 #include "simd/types.h"
 
-// How matrices of T are laid out to be multiplied. They consist of words of 32 bits: of one element, widened
-// to a float, or, where the ISA multiplies pairs, of two neighbours in the direction of the sum.
+// The layout of matrices of T for products. They consist of 32-bit words: one element, widened to a float,
+// or, if the ISA multiplies pairs, two neighbours in the direction of the sum.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
@@ -21,13 +21,13 @@ struct WordsOf {
   static void row(const T* from, int D, float* to) {
     for (int d = 0; d < D; d += kLanes) store(to + d, load_one(from + d));
   }
-  // Of 16 rows, word d of row i: to[d * stride + i].
+  // Transposes 16 rows: word d of row i goes to to[d * stride + i].
   static void columns(const T* rows, int D, float* to, int64_t stride) {
     for (int i = 0; i < 16; ++i) {
       for (int d = 0; d < D; ++d) to[d * stride + i] = to_float(rows[i * D + d]);
     }
   }
-  // Of 16 rows, which are summed up: to[i / kElements][D].
+  // Lays out 16 rows that are summed over: to[i / kElements][D].
   static void rows(const T* rows, int D, float* to) {
     for (int d = 0; d < 16 * D; d += kLanes) store(to + d, load_one(rows + d));
   }

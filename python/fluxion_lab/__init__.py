@@ -1,5 +1,5 @@
-"""What Fluxion is measured against and by: rival policies, yardsticks, ablations, other orders of tasks.
+"""Research code to compare Fluxion with: rival policies, yardsticks, ablations, other task schedulers.
 
-It is a package like those of others: it comes in through entry points (`pyproject.toml`), and its kinds of tasks are in
-a native library of its own (`csrc/lab`). Nothing of `fluxion_sglang` imports it.
+It is a package like those of third parties: entry points register it (`pyproject.toml`), and its kinds of tasks are in
+its own native library (`csrc/lab`). `fluxion_sglang` never imports it.
 """

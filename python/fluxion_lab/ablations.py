@@ -1,4 +1,4 @@
-"""Ablations of the paper's policies (Fluxion, section 8.3): less to choose from, and other criteria.
+"""Ablations of the paper's policies (Fluxion, section 8.3): restricted choices, and other criteria.
 
 `fluxion`, `anchor` and `labels` take NAME:TAU:BLK[:all] (`anchor.choice`).
 """
@@ -18,11 +18,11 @@ CRITERIA: Final = {
     "score95": Criterion(Deviation.COVERAGE, 0.95),
     "output10": Criterion(Deviation.HEAD, 0.10),
 }
-"""Those of the ablation of labels."""
+"""The criteria of the label ablation."""
 
 
 class FluxionAblation(FluxionPolicy):
-    """`fluxion` with less to choose from."""
+    """`fluxion` with restricted choices."""
 
     forms: ClassVar[tuple[str, ...]] = ("fluxion:TAU:BLK[:all]",)
 
@@ -39,7 +39,7 @@ class FluxionAblation(FluxionPolicy):
 
 
 class Score95(AnchorPolicy):
-    """`anchor` by the attention mass that is read."""
+    """`anchor` with the attention mass that is read as the criterion."""
 
     forms: ClassVar[tuple[str, ...]] = ("score95",)
 
@@ -50,7 +50,7 @@ class Score95(AnchorPolicy):
 
 
 class Output10(AnchorPolicy):
-    """`anchor` by each head's own output."""
+    """`anchor` with the error relative to each head's own output as the criterion."""
 
     forms: ClassVar[tuple[str, ...]] = ("output10",)
 

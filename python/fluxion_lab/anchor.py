@@ -1,8 +1,8 @@
-"""anchor: the least budgets of the request's anchor query, for all of its decode steps. Needs no training.
+"""anchor: applies the least budgets of a request's anchor query to all of its decode steps. Needs no training.
 
-The query of a request's last prefilled token is measured once a layer: the least budget at every block size that keeps
-the criterion, by reading everything. The paper has these numbers as features (Fluxion, appendix A: "budget
-estimation"); here they are the decision. It is the better the more the later queries of a head are like its anchor's.
+The query of a request's last prefilled token is measured once a layer: by reading everything, it finds the least budget
+at every block size that meets the criterion. In the paper these numbers are features (Fluxion, appendix A: "budget
+estimation"); here they are the budgets. Quality depends on the similarity of later queries to the anchor query.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fluxion_sglang.predictor.criterion import Criterion, Deviation
 from fluxion_sglang.predictor.features import BUDGETS
 
 TAU: Final = 0.10
-"""Of specs that name none."""
+"""Default of specs without a tau."""
 
 ANY: Final = "any"
 
 
 def choice(blocks: str = ANY, heads: str | None = None, *more: str) -> Choice:
-    """What BLK[:all] leaves to choose from: one block size BLK, or any; and with all no streaming heads.
+    """Parse BLK[:all]: one block size BLK, or any; with all, no head is a streaming head.
 
     Raises:
-        NotLegal: it is not written like that.
+        NotLegal: other words.
     """
     if more or heads not in (None, "all"):
         raise arguments.NotLegal
@@ -36,11 +36,11 @@ def choice(blocks: str = ANY, heads: str | None = None, *more: str) -> Choice:
 
 
 class AnchorPolicy(Policy):
-    """Every head reads what its anchor query would have had to read; a head that needed nothing streams.
+    """Every head reads the least budget of its anchor query; a head with budget 0 streams.
 
     Args:
-        criterion: what the budgets achieve for the anchor query.
-        choice: what there is to choose from.
+        criterion: error criterion of the budgets.
+        choice: the allowed block sizes and heads.
     """
 
     forms: ClassVar[tuple[str, ...]] = ("anchor[:TAU[:BLK[:all]]]",)
@@ -64,6 +64,6 @@ class AnchorPolicy(Policy):
         return self.planned(observed.features[..., BUDGETS])
 
     def planned(self, budgets: torch.Tensor) -> LayerPlan:
-        """A plan by least budgets [B, Hq, 4], by block size."""
+        """A plan from least budgets [B, Hq, 4], by block size."""
         assert self._step is not None, "plan() before begin_step()"
         return plan_measured(budgets, self._step.middle, self._step.kv_heads, self.choice)

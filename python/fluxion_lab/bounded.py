@@ -1,4 +1,4 @@
-"""Policies that remember requests, in memory that has a bound."""
+"""Bounds the memory of policies that keep state of requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fluxion_sglang.policy.full import FullPolicy
 from fluxion_sglang.policy.mixed import compose
 
 SHARE: Final = 1 / 8
-"""Of the host pool's bytes: what a policy may remember requests in, or a GiB if that is more."""
+"""Largest share of the host pool's bytes for a policy's state, or 1 GiB if that is more."""
 
 
 class Remembering(Policy):
@@ -21,26 +21,26 @@ class Remembering(Policy):
 
     @abstractmethod
     def remembers(self, world: World, tokens: int) -> int:
-        """Most bytes that it keeps of a request of so many tokens, in the engine of `world`."""
+        """Upper bound of the state's bytes for a request of `tokens` tokens, in the engine of `world`."""
 
     @property
     @abstractmethod
     def state_bytes(self) -> int:
-        """Memory that its state takes."""
+        """Current memory of the state."""
 
 
 class Bounded(Policy):
-    """Has a policy serve the requests that there is room to remember; the others read everything.
+    """Serves requests with a policy while its state has room for them; the others read everything.
 
     Args:
-        limit: bytes; None: as `SHARE` says.
+        limit: bytes; None: see `SHARE`.
     """
 
     def __init__(self, inner: Remembering, limit: int | None = None) -> None:
         self.inner, self.needs = inner, inner.needs
         self._wanted = limit
         self._limit = 0
-        self._rows: dict[int, int] = {}  # bytes that may be kept of each
+        self._rows: dict[int, int] = {}  # bytes reserved for each row
         self._full = FullPolicy()
         self._current: Policy = inner
 
@@ -70,7 +70,7 @@ class Bounded(Policy):
         return self._current.plan(layer, q, observed)
 
     def _fits(self, row: int, tokens: int) -> bool:
-        """Whether a request of so many tokens may be remembered. If not, nothing of it is."""
+        """Reserve state for a request of `tokens` tokens. If it does not fit, drop the row's state and return False."""
         assert self.world is not None
         size = max(self.inner.remembers(self.world, tokens), self._rows.get(row, 0))
         if sum(self._rows.values()) - self._rows.get(row, 0) + size > self._limit:

@@ -1,5 +1,5 @@
-"""Block sizes and budgets from budgets that were measured, and what `plan_groups` of `predictor/inference.py` is
-compared with: the choice of one block size a group, in torch, from its definition there."""
+"""Selects block sizes and budgets from measured budgets. It also has a reference for `plan_groups` of
+`predictor/inference.py`: the choice of one block size a group, in torch, from its definition."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LOG2 = torch.tensor([blk.bit_length() - 1 for blk in BLOCKS], dtype=torch.float
 
 @dataclass(frozen=True)
 class Choice:
-    """What there is to choose from: less than everything is for ablations (Fluxion, Fig. 9).
+    """The allowed choices; restrictions are for ablations (Fluxion, Fig. 9).
 
     Attributes:
         blocks: block sizes.
-        every_head: no head streams, all read at least one block.
+        every_head: no head streams; all read at least one block.
     """
 
     blocks: tuple[int, ...] = BLOCKS
@@ -41,10 +41,10 @@ def select_granularity(
     """Plan a layer from predictions: budgets on the line bgt0 + k log2(blk) (Eq. 1), with margins.
 
     Args:
-        pred: [B * Hq, 3] or [B, Hq, 3] float32: bgt0, k, streaming logit. Budgets that are no number become 1.
+        pred: [B * Hq, 3] or [B, Hq, 3] float32: bgt0, k, streaming logit. NaN budgets become 1.
         middle: [B] int32, tokens of each middle; 0 makes no task.
         threshold: logits above it are streaming heads.
-        margins: [Hq, 4] float32, above 0: what each head's budgets are multiplied with.
+        margins: [Hq, 4] float32, above 0: factors of each head's budgets.
         blocks: sizes to choose from.
     """
     pred = pred.view(len(middle), -1, 3)
@@ -54,7 +54,7 @@ def select_granularity(
 
 
 def plan_measured(budgets: torch.Tensor, middle: torch.Tensor, kv_heads: int, choice: Choice = DYNAMIC) -> LayerPlan:
-    """Plan a layer from budgets that were measured at each block size, without a line fitted through them.
+    """Plan a layer from budgets measured at each block size, without a fitted line.
 
     Args:
         budgets: [B, Hq, 4] float32, least budgets in blocks of 16, 32, 64, 128 tokens; all four 0: a streaming head.
@@ -72,7 +72,7 @@ def _select(
     blocks = torch.tensor(BLOCKS, dtype=torch.float64)
     budgets = torch.minimum(torch.maximum(budgets.nan_to_num(nan=1.0), _one_block(middle)), torch.ones(()).double())
     budgets = torch.where(streaming.unsqueeze(-1) | (middle <= 0).view(-1, 1, 1), 0.0, budgets).float()
-    # V / (2 L): a minimum where V has one. From the largest block size down, the first of equals is the larger.
+    # V / (2 L) has the same minimum as V. The flip makes argmin return the larger of equal block sizes.
     groups = budgets.view(batch, kv_heads, q_heads // kv_heads, len(BLOCKS))
     volume = 1 / blocks + groups.double().sum(2)
     volume[..., [blk not in among for blk in BLOCKS]] = torch.inf
@@ -85,6 +85,6 @@ def _select(
 
 
 def _one_block(middle: torch.Tensor) -> torch.Tensor:
-    """[B, 1, 4] float64: the budget that buys one block of each size, at most 1."""
+    """[B, 1, 4] float64: the budget of one block of each size, at most 1."""
     tokens = middle.to(torch.float64).view(-1, 1, 1)
     return (torch.tensor(BLOCKS, dtype=torch.float64) / tokens.clamp(min=1)).clamp(max=1.0)

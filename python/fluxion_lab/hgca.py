@@ -1,28 +1,28 @@
-"""hgca(beta, alpha): every head reads what it has attended to enough (Deng et al., "HGCA: Hybrid GPU-CPU Attention").
+"""hgca(beta, alpha): heads read tokens to which they attended enough (Deng et al., "HGCA: Hybrid GPU-CPU Attention").
 
-While a token is resident, every head keeps a moving average of the weight it gives it; when the token leaves the
-window, it enters the head's *contextual set* if that average exceeds beta times the mean weight of the residents, and
-otherwise is not read any more. After a prefill, which puts most of the middle there at once, the whole middle is
-evaluated. So the set is known before a step begins, and nothing is ranked in it.
+While a token is resident, every head keeps a moving average of its attention weight. When the token leaves the window,
+it enters the head's *contextual set* if that average exceeds beta times the mean weight of the residents; otherwise it
+is not read again. A prefill puts most of the middle there at once, so the whole middle is then evaluated. The set is
+known before a step begins, and its tokens are not ranked.
 
-From the paper's Algorithm 1 (line numbers in brackets), with what it leaves open:
+The implementation follows the paper's Algorithm 1 (line numbers in brackets), with these decisions:
 
 - A_gpu [8]: softmax of this step's scaled scores over the residents, sinks and window together, the step's own token
-  included. (The paper's device cache has no sinks: its first tokens leave like all others.) A token's average begins
-  with the first weight that it gets; the paper gives no start, and from 0 it would be too small for 1 / alpha steps.
-- Eviction [10 to 14]: pages leave as the window moves on; the step in which one leaves reads what is listed of it.
-- Salience [23, 24]: average > beta / size(A_gpu), the residents of the step before. All weights of one head are
-  compared with a threshold of its own mean, so nothing needs the paper's renormalisation of what is kept.
-- Append [19 to 22]: A_cpu is the softmax over the complete middle alone (Algorithm 2, line 4: either side normalises
-  within itself) of the last prefilled query; salient is what has more than beta / size(A_cpu). It is found when the
-  request first decodes. The residents' averages begin with that query's A_gpu [8]. The paper does not say which of the
-  append's queries it takes; more of them would make the set depend on how much of a prompt the radix tree had.
-- The sets are token masks over pages, in place of compacted copies: blocks leave in order, so the lists are sorted as
-  they grow, and a step's plan is a copy of them. Merged head tasks are the groups: a page is read once for all heads
-  of a group, and where the paper pads each head's set to its task's, here each attends to its own tokens.
+  included. (The paper's device cache has no sinks: its first tokens leave like all others.) A token's average starts
+  with its first weight. The paper gives no start; from 0 it would be too small for 1 / alpha steps.
+- Eviction [10 to 14]: pages leave as the window moves; the step in which a page leaves already reads its listed tokens.
+- Salience [23, 24]: average > beta / size(A_gpu), the residents of the step before. All weights of a head are compared
+  with a threshold of its own mean, so the paper's renormalisation of the kept weights is not needed.
+- Append [19 to 22]: A_cpu is the softmax over only the complete middle (Algorithm 2, line 4: either side normalises
+  within itself) of the last prefilled query; tokens with more than beta / size(A_cpu) are salient. The set is computed
+  when the request first decodes. The residents' averages start with that query's A_gpu [8]. The paper does not say
+  which of the append's queries it takes; with more queries the set would depend on the length of the cache hit.
+- The sets are token masks over pages, in place of compacted copies. Blocks leave in order, so the lists stay sorted,
+  and a step's plan is a copy of them. Merged head tasks are the groups: a page is read once for all heads of a group.
+  The paper pads each head's set to its task's; here each head attends to its own tokens.
 - The paper's GPU KV ratio is the option `window`.
 
-beta 0 keeps everything. The numbers are the native library's (`csrc/lab/hgca.h`).
+beta 0 keeps everything. The native library computes all this (`csrc/lab/hgca.h`).
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ BETA: Final = 1.0
 """The paper's typical value (section 3.2.2)."""
 
 ALPHA: Final = 0.1
-"""Share of the newest weight in a moving average. The paper names none."""
+"""Weight of the newest value in a moving average. The paper gives none."""
 
 
 class HgcaState:
-    """What is remembered of the requests in `rows` rows, in native memory.
+    """The state of the requests in `rows` rows, in native memory.
 
-    A row takes [layers, Hq, residents] float32 from its first decode step on, and per layer and group its lists: at
-    most 4 + 2 G bytes a page of the middle. `release` frees it.
+    A row takes [layers, Hq, residents] float32 from its first decode step on, and lists per layer and group: at most
+    4 + 2 G bytes a page of the middle. `release` frees it.
 
     Args:
         alpha: in [0, 1]. beta: at least 0.
 
     Raises:
-        ValueError: another alpha or beta.
+        ValueError: an illegal alpha or beta.
     """
 
     def __init__(self, world: World, alpha: float, beta: float) -> None:
@@ -72,8 +72,8 @@ class HgcaState:
         """Evaluate a request's middle and residents anew, by its last queries.
 
         Args:
-            length: tokens of the request, all in the pool. queries: [m, Hq, D] of the last m of them, KV dtype,
-                1 <= m <= 32. pages: [>= ceil(length / 16)] int32.
+            length: tokens of the request, all in the pool. queries: [m, Hq, D], of the last m tokens, KV dtype, 1 <= m
+                <= 32. pages: [>= ceil(length / 16)] int32.
         """
         function("hgca_establish")(self.handle, layer, row, length, queries, pages, scale)
 
@@ -87,13 +87,13 @@ class HgcaState:
         windows: torch.Tensor | None,
         scale: float,
     ) -> Listed:
-        """A decode step of B requests whose tokens are in the pool, and in the windows; what their heads read.
+        """Run a decode step of B requests, whose tokens are in the pool and the windows. Returns their heads' lists.
 
-        A request that is not known, or of which tokens came and left unseen, is evaluated by this step's query.
+        A request without state, or with tokens that passed the window unseen, is evaluated by this step's query.
 
         Args:
-            rows, seq_lens: [B] int32. page_table: [B, M] int32. q: [B, Hq, D]. windows: the layer's (`Windows`); None:
-                the residents are read from the pool.
+            rows, seq_lens: [B] int32. page_table: [B, M] int32. q: [B, Hq, D]. windows: the layer's; None: read the
+                pool's residents.
         """
         windows = torch.empty(0) if windows is None else windows
         count = function("hgca_step")(self.handle, layer, rows, seq_lens, page_table, q, windows, scale)
@@ -106,7 +106,7 @@ class HgcaState:
         return listed
 
     def averages(self, layer: int, row: int) -> torch.Tensor:
-        """[Hq, n] float32, the moving averages of a row's n residents by position; n is 0 for a row not known."""
+        """[Hq, n] float32, the moving averages of a row's n residents by position; n is 0 for a row without state."""
         out = torch.empty(self.heads * self.group, self.slots)
         return out[:, : function("hgca_averages")(self.handle, layer, row, out)]
 
@@ -122,8 +122,8 @@ class HgcaPolicy(Remembering):
     """Every head reads its contextual set.
 
     Args:
-        beta: at least 0: how many times the mean weight a token needs to be kept.
-        alpha: in [0, 1]: what the newest weight counts in a token's moving average.
+        beta: at least 0: factor of the mean weight above which a token is kept.
+        alpha: in [0, 1]: weight of the newest value in a token's moving average.
     """
 
     forms: ClassVar[tuple[str, ...]] = ("hgca[:BETA[:ALPHA]]",)
@@ -132,12 +132,12 @@ class HgcaPolicy(Remembering):
     def __init__(self, beta: float = BETA, alpha: float = ALPHA) -> None:
         self.beta, self.alpha = beta, alpha
         self.state: HgcaState | None = None
-        self._noted: list[dict[int, tuple[int, torch.Tensor]]] = []  # of a layer, by row: length and last query
+        self._noted: list[dict[int, tuple[int, torch.Tensor]]] = []  # for each layer, by row: length and last query
         self._step: DecodeStep | None = None
 
     @classmethod
     def from_spec(cls, context: Context, *words: str) -> Policy:
-        """BETA at least 0, ALPHA from 0 to 1."""
+        """Parse BETA (at least 0) and ALPHA (0 to 1)."""
         arguments.at_most(words, 2)
         beta = arguments.number(words[0]) if words else BETA
         return Bounded(cls(beta, arguments.number(words[1], 1.0) if words[1:] else ALPHA))
@@ -158,7 +158,7 @@ class HgcaPolicy(Remembering):
 
     def remembers(self, world: World, tokens: int) -> int:
         shape, slots = world.pool.shape, world.pool.placement.slots
-        # Lists have room for half as many pages again, and a page is 4 + 2 G bytes of one.
+        # Lists have room for half as many pages again; an entry takes 4 + 2 G bytes.
         pages, group = 3 * (tokens // PAGE + 1) // 2 + 1, world.q_heads // shape.kv_heads
         lists = shape.kv_heads * (64 + pages * (4 + 2 * group))
         heads = world.q_heads * (4 * slots + shape.head_dim * shape.dtype.itemsize)
@@ -183,6 +183,6 @@ class HgcaPolicy(Remembering):
                     state.establish(layer, row, *noted.pop(row), pages, observed.scale)
         listed = state.step(layer, step.rows, step.seq_lens, step.page_table, q, observed.windows, observed.scale)
         blk = torch.full((step.batch, step.kv_heads), LISTED, dtype=torch.int32)
-        # As V of a budget: twice the tokens that it makes the heads read, here at most.
+        # Like V of a budget: twice the number of tokens read, here an upper bound.
         value = listed.offsets.diff().view_as(blk).float() * (2 * PAGE * state.group)
         return LayerPlan(blk, torch.ones(step.batch, step.q_heads), value, (listed,))

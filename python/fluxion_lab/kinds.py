@@ -15,14 +15,14 @@ from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.policy.base import LayerPlan, TaskKind
 
 SINGLE: Final = 1
-"""The block size of groups whose heads read single tokens by their exact scores, each head its own."""
+"""The block size of groups whose heads each read their own single tokens, selected by exact scores."""
 
 LISTED: Final = -1
-"""The block size of groups that read what their plan lists."""
+"""The block size of groups that read the tokens listed in their plan."""
 
 
 class SingleTokens(TaskKind):
-    """Tasks of block size `SINGLE`: ceil(budget * middle) tokens a head, of equal scores the earlier."""
+    """Tasks of block size `SINGLE`: ceil(budget * middle) tokens a head; of equal scores the earlier one."""
 
     @cached_property
     def handle(self) -> object:
@@ -35,15 +35,15 @@ class SingleTokens(TaskKind):
 
 @dataclass(frozen=True)
 class EarlyStop(TaskKind):
-    """Heads that go through the blocks of their group until they have enough, at most through their budgets.
+    """Heads that read the blocks of their group in order until an estimate suffices, at most up to their budgets.
 
-    It takes `Needs.RESIDENTS`, and blocks of 16 tokens or more.
+    They need `Needs.RESIDENTS`, and blocks of 16 tokens or more.
 
     Attributes:
         stop: [B, H] float32: in (0, 1), the share of its attention, residents included, that each head of the group
-            shall have by PSA's estimate (`psa.py`); 0 and 1: they read their budgets.
-        spread: [B, H] float32 in [0, 1], by which these groups score their blocks; 1 is Quest's bound, which all
-            others have.
+            must reach by PSA's estimate (`psa.py`); 0 and 1: heads read their budgets.
+        spread: [B, H] float32 in [0, 1], the spread of these groups' block scores (`NativePool`); other groups use 1,
+            Quest's bound.
     """
 
     stop: torch.Tensor
@@ -63,14 +63,13 @@ class EarlyStop(TaskKind):
 
 
 class Record(NamedTuple):
-    """Room for what the tasks of lists chose.
+    """Memory for the selections of tasks with lists.
 
-    With a record, every head with a budget below 1 is scored on all that it lists, also where it leaves nothing out.
+    With a record, every head with a budget below 1 scores all its listed tokens, even if it selects all of them.
 
     Attributes:
-        chosen: [n, G] uint16, as `Listed.masks`: the tokens that a head attended to. Zeros, which stay where a group
-            makes no task.
-        scores: [n, G, 16] float32: q.k, unscaled, of the tokens chosen by heads with a budget below 1; else anything.
+        chosen: [n, G] uint16, as `Listed.masks`: the tokens that a head attended to; zero for groups without a task.
+        scores: [n, G, 16] float32: q.k, unscaled, of the tokens chosen by heads with a budget < 1; else undefined.
     """
 
     chosen: torch.Tensor
@@ -78,7 +77,7 @@ class Record(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Attention to the middle, or a part of it, that a policy has itself: merged into what the heads' lists give.
+    """Attention to the middle, or a part of it, that the policy has computed; merged with the lists' result.
 
     Attributes:
         o: [B, Hq, D] float32. lse: [B, Hq] float32, natural log; -inf: nothing, and o is not read.
@@ -90,23 +89,23 @@ class Given(NamedTuple):
 
 @dataclass
 class Listed(TaskKind):
-    """Tasks of block size `LISTED`: tokens that a plan names one by one; contiguous CPU tensors.
+    """Tasks of block size `LISTED`: single tokens listed in the plan; contiguous CPU tensors.
 
-    A head with a budget of at least 1 attends to all tokens it lists; one with less, above 0, to the
-    ceil(budget * middle) of them with the largest exact q.k (of equal scores the earlier token); one with 0 to none.
-    A group whose budgets are all 0 makes no task, whatever is given. Heads of a group share the reading of a page, and
-    each attends to its own tokens alone, whatever `attend_union` says. Bytes read are the rows of K and V that some
+    A head with a budget of at least 1 attends to all its listed tokens. With a budget between 0 and 1 it attends to the
+    ceil(budget * middle) of them with the largest exact q.k (of equal scores the earlier token); with 0 to none. A
+    group whose budgets are all 0 makes no task, even if something is given. Heads of a group share the reading of a
+    page, and each attends only to its own tokens, for any `attend_union`. Bytes read are the rows of K and V that some
     head attends to, and the keys that were ranked.
 
-    Pages that are unsorted or outside the middle, and offsets that cannot be, fail the layer.
+    Pages that are unsorted or outside the middle, and invalid offsets, fail the layer.
 
     Attributes:
-        offsets: [B * H + 1] int64: the group of request b and KV head h has entries offsets[b * H + h] to
-            offsets[b * H + h + 1]; a group with neither entries nor anything given makes no task.
+        offsets: [B * H + 1] int64: the group of request b and KV head h has entries offsets[b * H + h] to offsets[b * H
+            + h + 1]; a group with neither entries nor given attention makes no task.
         pages: [n] int32, logical pages of the request, ascending within a group, in its middle.
         masks: [n, G] uint16: bit t of a head = it lists token t of the page.
-        record: where the tasks note what they chose; None: nowhere.
-        given: None: nothing.
+        record: receives the tasks' selections, or None.
+        given: attention to merge, or None.
     """
 
     offsets: torch.Tensor
@@ -115,7 +114,7 @@ class Listed(TaskKind):
     record: Record | None = None
     given: Given | None = None
     _within: tuple[Listed, torch.Tensor] | None = field(default=None, repr=False)
-    """The lists of a whole batch, and the entries there that are these."""
+    """The lists of the whole batch, and the indices of these entries there."""
 
     @cached_property
     def handle(self) -> object:
@@ -123,7 +122,7 @@ class Listed(TaskKind):
         return function("listed_create")(self.offsets, self.pages, self.masks, *record, *given)
 
     def recorded(self) -> Record:
-        """The record, when the layer is done."""
+        """The record, after the layer is done."""
         assert self.record is not None
         if self._within is not None:
             whole, at = self._within
@@ -133,10 +132,10 @@ class Listed(TaskKind):
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[torch.Tensor, Listed | None]], step: tuple[int, int]) -> Listed:
-        """The lists of all parts as one: those of a request follow one another in both."""
+        """The lists of all parts as one; the entries of a request stay contiguous."""
         batch, heads = step
         counts = torch.zeros(step, dtype=torch.int64)
-        pieces: dict[int, tuple[Listed, slice]] = {}  # of each request: whose list, and which entries
+        pieces: dict[int, tuple[Listed, slice]] = {}  # for each request: its lists and the slice of its entries
         lists = [(at, own) for at, own in parts if own is not None]
         for at, own in lists:
             counts[at] = own.offsets.diff().view(-1, heads)
@@ -167,10 +166,10 @@ def _joined_given(parts: Sequence[tuple[torch.Tensor, Given | None]], batch: int
 
 
 def early_stop(plan: LayerPlan) -> EarlyStop | None:
-    """What a plan says of groups that stop early."""
+    """The early-stop tasks of a plan, or None."""
     return next((kind for kind in plan.kinds if isinstance(kind, EarlyStop)), None)
 
 
 def listed(plan: LayerPlan) -> Listed | None:
-    """What a plan lists."""
+    """The lists of a plan, or None."""
     return next((kind for kind in plan.kinds if isinstance(kind, Listed)), None)

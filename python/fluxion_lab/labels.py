@@ -1,7 +1,7 @@
 """labels: the least budgets of every step itself, found by reading everything. For quality tables only.
 
-What a predictor without error would decide: the row that separates what a predictor loses from what the criterion and
-the selection by blocks can give.
+It shows the decisions of an ideal predictor. In a table it separates the predictor's loss from the limits of the
+criterion and of the selection by blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fluxion_sglang.predictor.measure import measure
 
 
 class LabelsPolicy(AnchorPolicy):
-    """As `AnchorPolicy`, with every step as its own anchor."""
+    """Like `AnchorPolicy`, with every step as its own anchor."""
 
     forms: ClassVar[tuple[str, ...]] = ("labels[:TAU[:BLK[:all]]]", "labels:score95", "labels:output10")
     needs = Needs.RESIDENTS
@@ -40,7 +40,7 @@ class LabelsPolicy(AnchorPolicy):
         step, world = self._step, self.world
         assert step is not None and step.page_table is not None, "plan() before begin_step()"
         assert world is not None and observed.scale is not None
-        # The first size is that of single tokens, which serving does not select.
+        # The first size is single tokens, which serving does not select.
         found = [
             measure(
                 world.pool, layer, step.page_table[b], step.seq_lens[b : b + 1], q[b : b + 1], observed.scale,

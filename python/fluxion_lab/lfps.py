@@ -1,35 +1,35 @@
-"""lfps(budget, alpha): candidates from where past attention went, and the exact best of these.
+"""lfps(budget, alpha): selects candidates from past attention, and the exact best of these.
 
 LFPS (Learn From the Past for Sparse Indexing, arXiv 2506.15704), section 4.2 and appendix B. Every query head of every
 layer keeps two score tables of a request: *vertical*, by position, and *slash*, by the offset from the current token.
 
-- Prefill (Eq. 4). Both tables start from the attention weights of the last rows, summed by position and by offset.
-- Sparsity (Eq. 5 and 6). A head that gives the first tokens more than 0.85 of its attention is passed by: neither
-  looked at nor learnt from.
+- Prefill (Eq. 4). Both tables start with the attention weights of the last rows, summed by position and by offset.
+- Sparsity (Eq. 5 and 6). A head with more than 0.85 of its attention on the first tokens is bypassed: it neither reads
+  nor learns.
 - Candidates (Eq. 7 to 9). Positions above a threshold in either table; beside each, at -1, 0, 1 and 2, those above the
   mean of either.
-- The k best of the candidates by exact q.k are attended to (`kinds.Listed`; k is the budget's share of the middle).
-- Update (Eq. 10). Both tables decay by 0.95 and get half of what the chosen weigh.
+- The k best candidates by exact q.k are attended to (`kinds.Listed`; k is the budget's share of the middle).
+- Update (Eq. 10). Both tables decay by 0.95 and add half of the weights of the chosen tokens.
 
-Formulas are partly lost in the text of the paper at hand. Reconstructed, from what the prose says of them:
+Some formulas are missing in the available text of the paper. They are reconstructed from its prose:
 
-- Eq. 4's coefficient is 1 / (2 m (1 - decay)) of m rows: a table then sums to 1 / (2 (1 - decay)), where Eq. 10, which
-  adds weights of the sum 1/2, keeps it (appendix B.2). m is 1 / (1 - decay) = 20, the memory of the update.
+- Eq. 4's coefficient is 1 / (2 m (1 - decay)) for m rows. A table then sums to 1 / (2 (1 - decay)), which Eq. 10
+  preserves, because it adds weights that sum to 1/2 (appendix B.2). m is 1 / (1 - decay) = 20, the memory of the
+  update.
 - Eq. 6: sink / (sink + max(global, local)), with sink the weight of the first four tokens, local that of the last five
   and global = n exp(mu + sigma^2 / 2), mu = q . mean key, sigma^2 = |q|^2 times the ratio of variance to squared norm
   of the last prefilled query.
 - Eq. 8: threshold = mean + (alpha + 3 / kurtosis) sqrt(m4 / m2), where m2 and m4 are the central moments, and the
   kurtosis is m4 / m2^2. sqrt(m4 / m2) is the height of the peaks in a table of equal peaks on flat ground. So the
-  threshold rises with alpha, falls with the kurtosis relative to the peaks, and does not fall with the length, as the
-  shares of candidates in the paper's table 4 say; a table without a pattern (a normal distribution, kurtosis 3) has 2%
-  of its entries above it.
-- What a head that is passed by gets: the mean value of the middle, weighing n exp(mu + sigma^2 / 2), beside the
-  residents.
+  threshold rises with alpha, falls with the kurtosis relative to the peaks, and does not fall with the length. This
+  agrees with the shares of candidates in the paper's table 4. A table without a pattern (a normal distribution,
+  kurtosis 3) has 2% of its entries above it.
+- A bypassed head gets the mean value of the middle, with weight n exp(mu + sigma^2 / 2), beside the residents.
 
-The paper keeps four tokens on the device, ours the sinks and the window. So candidates and k concern the middle alone;
-tables are the middle's part of the paper's: weights are normalised over all tokens but the sinks, the window's too.
-Nobody scores the window's tokens while they are in it, so the newest page of the middle is always a candidate, for the
-16 steps that it is. In the paper alpha is one number (0.2 or 0.3 in its tables); here each table may have its own.
+The paper keeps four tokens on the device; here sinks and window are resident. So candidates and k concern only the
+middle, and tables are the middle's part of the paper's. Weights are normalised over all tokens but the sinks. Tokens
+are not scored while they are in the window, so the newest page of the middle is a candidate for the 16 steps after it
+leaves. In the paper alpha is one number (0.2 or 0.3 in its tables); here each table may have its own.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, N
 from fluxion_sglang.predictor.features import PARTS
 
 ROWS: Final = 20
-"""Last queries of a prefill that the tables start from: m."""
+"""Number of last prefill queries from which the tables start: m."""
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """The last queries [m, Hq, D] of a request of `length` tokens, until it first decodes."""
+    """The last queries [m, Hq, D] of a request of `length` tokens, kept until it first decodes."""
 
     length: int
     queries: torch.Tensor
@@ -61,7 +61,7 @@ class LfpsPolicy(Remembering):
     """Every head reads the best `budget` of the middle among its candidates.
 
     Args:
-        budget: fraction of the middle in (0, 1]: at most so many of its tokens a head attends to.
+        budget: fraction of the middle in (0, 1]: upper bound of the tokens that a head attends to.
         options: the paper's constants.
     """
 
@@ -73,8 +73,8 @@ class LfpsPolicy(Remembering):
         self.options = options or LfpsOptions()
         self.tables: LfpsTables | None = None
         self._step: DecodeStep | None = None
-        self._prefilled: dict[tuple[int, int], Prefilled] = {}  # of (layer, row)
-        self._lengths: dict[tuple[int, int], int] = {}  # that tables of (layer, row) have seen
+        self._prefilled: dict[tuple[int, int], Prefilled] = {}  # by (layer, row)
+        self._lengths: dict[tuple[int, int], int] = {}  # tokens that the tables of (layer, row) have seen
         self._planned: tuple[LayerPlan, torch.Tensor, float] | None = None
 
     @classmethod
@@ -92,7 +92,7 @@ class LfpsPolicy(Remembering):
 
     def prefilled(self, layer: int, row: int, length: int, queries: torch.Tensor) -> None:
         before = self._prefilled.get((layer, row))
-        # A chunk of few tokens goes on where the one before it ended.
+        # A short chunk may directly follow the one before it.
         if before is not None and before.length + len(queries) == length:
             queries = torch.cat([before.queries, queries])
         self._prefilled[layer, row] = Prefilled(length, queries[-ROWS:].clone())
@@ -106,7 +106,7 @@ class LfpsPolicy(Remembering):
                 del state[key]
                 known = True
         if known and not self._prefilled and not self._lengths and self.world is not None:
-            self.bind(self.world)  # nobody is left: the room for plans goes, too
+            self.bind(self.world)  # no request is left; this also frees the memory of plans
 
     def remembers(self, world: World, tokens: int) -> int:
         shape = world.pool.shape
@@ -129,7 +129,7 @@ class LfpsPolicy(Remembering):
         for b, (row, length) in enumerate(zip(step.rows.tolist(), step.seq_lens.tolist(), strict=True)):
             noted = self._prefilled.pop((layer, row), None)
             if noted is None and self._lengths.get((layer, row), length + 1) > length:
-                noted = Prefilled(length, q[b : b + 1])  # came without a prefill: this query has to do
+                noted = Prefilled(length, q[b : b + 1])  # came without a prefill; use this query instead
             if noted is not None:
                 tables.begin(layer, row, noted.length, step.page_table[b], noted.queries.contiguous(), scale)
             self._lengths[layer, row] = length

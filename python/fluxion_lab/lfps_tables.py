@@ -1,6 +1,6 @@
-"""The score tables of LFPS, native: what `LfpsPolicy` keeps of every request, and the candidates they give.
+"""The native score tables of LFPS: the state of every request, and the candidates that follow from it.
 
-The algorithm, and what of it was reconstructed, stand in `lfps.py`.
+See `lfps.py` for the algorithm and its reconstructed parts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class LfpsOptions:
     """The paper's constants.
 
     Attributes:
-        alpha_vertical, alpha_slash: Eq. 8's, of either table; larger ones make fewer candidates.
-        decay: of the tables, a step (Eq. 10).
-        bypass: share of attention to the first tokens above which a head is passed by (Eq. 6); 1 passes none by.
+        alpha_vertical, alpha_slash: Eq. 8's alpha for each table; larger ones make fewer candidates.
+        decay: factor of the tables per step (Eq. 10).
+        bypass: share of attention to the first tokens above which a head is bypassed (Eq. 6); 1: never.
         expand: neighbours of candidates are candidates, too (Eq. 9).
-        renormalise: binary digits by which stored entries may outgrow the true ones; no choice depends on it.
+        renormalise: bits by which stored entries may exceed the true ones; results do not depend on it.
     """
 
     alpha_vertical: float = 0.2
@@ -37,8 +37,8 @@ class LfpsOptions:
 
 
 def table_bytes(tokens: int) -> int:
-    """Most bytes of a head's two tables of a request of so many tokens: they grow by an eighth and more at a time
-    (`Lfps::reserve` in csrc/lab/lfps.cc)."""
+    """Upper bound of the bytes of a head's two tables for a request of `tokens` tokens. Tables grow by an eighth and
+    more at a time (`Lfps::reserve` in csrc/lab/lfps.cc)."""
     capacity = (tokens + 256) * 9 // 8 + 64
     return 10 * capacity + 128
 
@@ -46,10 +46,10 @@ def table_bytes(tokens: int) -> int:
 class LfpsTables:
     """Two score tables for every query head of every request row and layer, over the tokens of a host pool.
 
-    Memory: 10 bytes a head, layer and token of the rows that are in use.
+    Memory: 10 bytes per head, layer and token of the rows in use.
 
     Raises:
-        ValueError: options or sizes that cannot be.
+        ValueError: invalid options or sizes.
     """
 
     def __init__(self, pool: HostPool, rows: int, q_heads: int, options: LfpsOptions) -> None:
@@ -97,13 +97,13 @@ class LfpsTables:
         scale: float,
         budget: float,
     ) -> LayerPlan:
-        """The candidates of a step (Eq. 7 to 9), of requests whose tables have begun, and what heads are passed by.
+        """The candidates of a step (Eq. 7 to 9) and the results of bypassed heads, for requests after `begin`.
 
-        Lists and record lie in memory of this object, and hold until the next plan.
+        Lists and record are in memory of this object, and valid until the next plan.
 
         Args:
-            rows, seq_lens: [B] int32; this step's token counts and is in the pool. page_table: [B, M] int32.
-            q: [B, Hq, D], KV dtype. budget: share of the middle that a head reads, of its candidates.
+            rows, seq_lens: [B] int32, this step's token included; it is in the pool. page_table: [B, M] int32.
+            q: [B, Hq, D], KV dtype. budget: share of the middle that a head reads of its candidates.
 
         Raises:
             ValueError: a size, row or page id that does not fit.
@@ -138,14 +138,14 @@ class LfpsTables:
         local_lse: torch.Tensor,
         scale: float,
     ) -> None:
-        """Learn what the step attended to (Eq. 10).
+        """Add the step's attention to the tables (Eq. 10).
 
         Args:
-            rows, seq_lens: of the plan. plan: what `plan` gave, its record written.
+            rows, seq_lens: of the plan. plan: the result of `plan`, its record written.
             local_lse: [B, Hq] float32, LSE over the window.
 
         Raises:
-            ValueError: lists that are not a plan's of this step.
+            ValueError: the lists are not those of this step's plan.
         """
         lists = listed(plan)
         assert lists is not None and lists.given is not None
@@ -155,17 +155,17 @@ class LfpsTables:
         )  # fmt: skip
 
     def release(self, row: int) -> None:
-        """Give the memory of a row back, in every layer."""
+        """Free the memory of a row in every layer."""
         self._release(self._handle, row)
 
     def counts(self) -> dict[str, int]:
-        """bytes of state now; heads planned, heads passed by, and candidates (tokens) of the others, cumulative."""
+        """Current bytes of state; cumulative numbers of planned heads, bypassed heads, and candidates of the others."""
         out = torch.empty(4, dtype=torch.int64)
         self._counts(self._handle, out)
         return dict(zip(("bytes", "planned", "passed", "candidates"), out.tolist(), strict=True))
 
     def tables(self, layer: int, row: int, head: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a head's tables hold: [n] float32 by position, [n] by offset from the current token."""
+        """A head's tables: [n] float32 by position, [n] by offset from the current token."""
         vertical, slash = torch.empty(n), torch.empty(n)
         function("lfps_tables")(self._handle, layer, row, head, vertical, slash)
         return vertical, slash

@@ -1,4 +1,4 @@
-"""The lab's native library, which needs Fluxion's own in the same process."""
+"""The lab's native library, which needs Fluxion's native library in the same process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fluxion_sglang.native import companion, library_path
 
 _NAME: Final = "libfluxion_lab.so"
 _BLOCKING = frozenset({"hgca_establish", "hgca_step", "lfps_begin"})
-"""These run long: Python threads go on meanwhile."""
+"""Long-running functions; they release the GIL."""
 
 
 @cache
@@ -23,7 +23,7 @@ def _library() -> tvm_ffi.Module:
     Raises:
         NativeLibraryError: it is missing, cannot be loaded, or was built for another version of Fluxion's.
     """
-    # One that was built together with a library that is not the package's lies beside that.
+    # If FLUXION_LIBRARY names another build, that build's lab library is beside it.
     beside = library_path().with_name(_NAME)
     path = beside if beside.is_file() else Path(__file__).parent / "_native" / _NAME
     return companion(path, "build it with `make lab`")

@@ -1,10 +1,10 @@
-"""oracle(budget): the exact top tokens of every head, which no selection can know without reading every key.
+"""oracle(budget): the exact top-k tokens of every head, which requires reading every key.
 
-A yardstick for selections that give a head so many tokens: of all sets of k tokens this one has the largest q.k, so the
-most attention weight. Two things it is not. It is not the best at equal reads: under `attend_union` a head of `fixed`
-also attends to the blocks that the other heads of its group chose, up to G times its budget, while a head of `oracle`
-keeps to its own k tokens. And it need not have the smallest error: the output also depends on the values, and another
-set of k tokens may come closer to it. It scans all keys of the middle, so it is slow.
+A yardstick for selections with a fixed number of tokens per head: among all sets of k tokens this one has the largest
+q.k, so the most attention weight. It is not the best at equal reads: under `attend_union` a head of `fixed` also
+attends to the blocks of other heads of its group, up to G times its budget, while a head of `oracle` attends to its own
+k tokens. And it need not have the smallest error: the output also depends on the values, and another set of k tokens
+may be closer. It scans all keys of the middle, so it is slow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fluxion_sglang.policy.fixed import FixedPolicy
 
 
 class OraclePolicy(FixedPolicy):
-    """Every head of every layer reads its own k tokens of the middle with the largest q.k, and no other head's.
+    """Every head of every layer reads only its own k tokens of the middle with the largest q.k.
 
     k = max(1, ceil(budget * middle)); of equal scores the earlier token.
 

@@ -1,12 +1,12 @@
-"""psa: read until it is enough (PSA, arXiv 2503.00392, Algorithm 1).
+"""psa: reads blocks until an estimate suffices (PSA, arXiv 2503.00392, Algorithm 1).
 
-Every head goes through the blocks of the middle in the order of their criticality, a microbatch at a time, and stops
-when what it has attended to is estimated to hold the share epsilon of its attention, by the bound that no block which
-is left weighs more than the lightest one it chose. So the budget is not set but found, for every layer and query anew.
+Every head reads the blocks of the middle in order of criticality, a microbatch at a time. It stops when the tokens that
+it attended to are estimated to hold the share epsilon of its attention. The estimate uses the bound that no remaining
+block weighs more than the lightest chosen one. So the budget is found anew for every layer and query.
 
-The work is done in the native task (`csrc/lab/early_stop.h`), which says what the paper leaves open. The threshold is
-of the query's whole attention: sinks and window, which are blocks like all others there and always computed here,
-count. The paper's cache of hot blocks (section 3.4) is one of device memory: on the CPU there is none.
+The native task implements it (`csrc/lab/early_stop.h`) and documents decisions that the paper leaves open. The
+threshold covers the query's whole attention, including sinks and window, which in the paper are ordinary blocks and
+here are always computed. The paper's cache of hot blocks (section 3.4) is in device memory; on the CPU there is none.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, N
 QUEST: Final = "quest"
 MEAN: Final = "mean"
 SCORES: Final = (QUEST, MEAN)
-"""How blocks are ranked. `quest`: by the upper bound of q.k over the box of minima and maxima (arXiv 2406.10774).
-`mean`: by the same over ArkVale's cuboid-mean (NeurIPS 2024, the paper's choice): the center of that box, plus and
-minus the mean distance of the keys from it, dimension by dimension."""
+"""Block scores. `quest`: the upper bound of q.k over the box of minima and maxima (arXiv 2406.10774). `mean`: the same
+over ArkVale's cuboid-mean (NeurIPS 2024, the paper's choice), which is the center of that box plus and minus the mean
+distance of the keys from it, by dimension."""
 
 MEAN_SPREAD: Final = {16: 0.5, 32: 0.45, 64: 0.4, 128: 0.4}
-"""The mean distance from the box's center, as a share of its half width, by block size: about that of the bundled
-model's keys. Metadata has the box alone, so `mean` takes this share of it."""
+"""The mean distance from the box's center, as a share of its half width, by block size: approximately that of the
+bundled model's keys. Metadata has only the box, so `mean` uses this share of it."""
 
 DEFAULT_EPSILON: Final = 0.95
 DEFAULT_BLK: Final = 32
@@ -67,7 +67,7 @@ class PsaPolicy(Policy):
 
         blk = every(self.blk).to(torch.int32)
         budget = torch.ones(step.batch, step.q_heads)
-        # What a task will read nobody knows yet: the longer the middle, the more.
+        # The bytes that a task reads are unknown in advance; rank tasks by the length of the middle.
         value = task_value(step.middle, blk, budget)
         self._plan = LayerPlan(blk, budget, value, kinds=(EarlyStop(every(self.epsilon), every(self.spread)),))
 

@@ -1,10 +1,10 @@
-"""The three schedulers that Fluxion's own order (the largest value first) is compared with: `DecodeEngine.scheduler`.
+"""Three schedulers to compare Fluxion's own order (the largest value first) with, for `DecodeEngine.scheduler`.
 
 Source: Fluxion (arXiv 2605.07719), section 8.3 (Fig. 10 c): "No
 Parallel, which performs no scheduling; Uniform allocation, which uniformly distributes tasks according to the number of
-attention heads; Length-based allocation, which statically assigns tasks based on input length". The paper says no more
-of these; what it leaves open is decided here, and each docstring says how. None of the three knows what a task costs:
-tasks stay in the order of arrival, by request, then by KV head.
+attention heads; Length-based allocation, which statically assigns tasks based on input length". The paper gives no
+further details; each docstring states the decisions made here. None of the three uses a task's cost: tasks stay in
+order of arrival, by request, then by KV head.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from fluxion_sglang.policy.base import DecodeStep, LayerPlan
 
 
 def one_alone(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first executor does everything, as in the paper's baseline, whose sparse attention is the CPU's alone."""
+    """The first executor does everything, as in the paper's baseline, where only the CPU computes sparse attention."""
     return _assigned(torch.zeros_like(plan.blk), executors)
 
 
 def evenly(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every executor gets as many tasks as any other, give or take one, however large: they are dealt in turn."""
+    """Distribute the tasks in turn: every executor gets the same number, give or take one, of tasks of any size."""
     tasks = _tasks(plan, step)
     turn = tasks.flatten().cumsum(0).view_as(plan.blk) - 1
     return _assigned(turn.clamp(min=0) % len(executors), executors)
 
 
 def by_length(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tasks of the longest requests to the first executor, of the shortest to the last, with equal tokens for all.
+    """Assign the tasks of the longest requests to the first executor, of the shortest to the last, in equal shares.
 
-    Tokens are those of the middles, whatever the budgets: the input's length is all this scheduler knows. A task on the
-    border between two executors belongs to the one with most of it.
+    Tokens are those of the middles, for any budgets, because this scheduler knows only the input's length. A task on
+    the border between two executors belongs to the one with most of it.
     """
     tokens = (_tasks(plan, step) * step.middle.long().unsqueeze(1)).flatten()
     longest_first = tokens.argsort(descending=True, stable=True)
     in_order = tokens[longest_first]
-    # Where the middle of each task lies among all tokens, doubled to stay whole: 0 .. 2 * total.
+    # Center of each task's interval among all tokens, doubled to stay integral: 0 .. 2 * total.
     at = 2 * in_order.cumsum(0) - in_order
     share = torch.empty_like(tokens)
     share[longest_first] = at * len(executors) // (2 * tokens.sum()).clamp(min=1)
@@ -46,7 +46,7 @@ def by_length(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]
 
 
 def _tasks(plan: LayerPlan, step: DecodeStep) -> torch.Tensor:
-    """[B, H] bool: the groups that make a task. (One that lists nothing makes none, and is counted all the same.)"""
+    """[B, H] bool: the groups that make a task. (A group with an empty list makes none, but is counted.)"""
     wanted = (plan.budget > 0).view(step.batch, step.kv_heads, step.q_heads // step.kv_heads).any(-1)
     return (plan.blk != 0) & (step.middle > 0).unsqueeze(1) & wanted
 

@@ -1,6 +1,6 @@
 """Fluxion for SGLang: long contexts with the KV cache in host memory.
 
-Importing this package imports nothing else: that happens inside `import sglang`, in every process of the
+Importing this package imports nothing else. The modules are loaded during `import sglang`, in every process of the
 environment.
 """
 

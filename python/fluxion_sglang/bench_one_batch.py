@@ -1,7 +1,7 @@
-"""`python -m fluxion_sglang.bench_one_batch`: SGLang's one-batch benchmark, under a name that does not move.
+"""`python -m fluxion_sglang.bench_one_batch`: SGLang's one-batch benchmark under a stable name.
 
-The same as `python -m sglang.benchmark.one_batch`, which takes --enable-fluxion as well, but for one thing: that one
-runs the model in its own process, so here is the last moment to keep its OpenMP threads quiet.
+It equals `python -m sglang.benchmark.one_batch`, which also takes --enable-fluxion, with one difference. That benchmark
+runs the model in its own process, so this module must set the OpenMP wait policy before torch is imported.
 """
 
 from __future__ import annotations

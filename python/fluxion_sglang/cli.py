@@ -25,10 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Who reads has seen enough (`fluxion options | head`). At its end Python would flush, and fail, once more.
+        # The reader closed the pipe (`fluxion options | head`). Redirect stdout, which Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:  # where a command has nothing to say of it
+    except KeyboardInterrupt:  # the command handles no interrupt itself
         return 130
     return code
 
@@ -57,14 +57,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_others(commands: _Commands) -> None:
-    """Commands of other packages: entry points GROUP-NAME of modules with `HELP`, `add_arguments` and `run`."""
+    """Add the commands of other packages: entry points GROUP-NAME of modules with `HELP`, `add_arguments` and `run`."""
     groups: dict[str, _Commands] = {}
-    # By name, because a package may be found twice.
+    # Key by name: the metadata may list a package twice.
     for point in {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}.values():
         group, _, name = point.name.partition("-")
         try:
             module = point.load()
-        except ImportError as error:  # no reason for the other commands to fail
+        except ImportError as error:  # one broken package must not disable the other commands
             print(f"fluxion {group} {name} is left out, because it cannot be imported: {error}", file=sys.stderr)
             continue
         if group not in groups:
@@ -76,7 +76,7 @@ def _add_others(commands: _Commands) -> None:
 
 
 class _Benchmarks(_Commands):
-    """Commands of packages; all other words are for `python -m benchmark` in a checkout."""
+    """Commands of other packages; other words are passed to `python -m benchmark` in a checkout."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
         if values[0] in self._name_parser_map:
@@ -95,7 +95,7 @@ def _benchmarks(arguments: argparse.Namespace) -> int:
 
 
 def _add(commands: _Commands, name: str, module: Any) -> None:
-    """A command of a module with `HELP`, `add_arguments` and `run`."""
+    """Add the command of a module with `HELP`, `add_arguments` and `run`."""
     parser = commands.add_parser(name, help=module.HELP)
     module.add_arguments(parser)
     parser.set_defaults(run=module.run)

@@ -22,7 +22,7 @@ KV_DTYPES = ("auto", "int8")
 MODEL_KERNELS = ("replayed", "on", "off")
 DISK_GB = 32.0
 EVERYDAY, TUNING, GPU, RESEARCH = GROUPS = ("Every day", "Tuning", "With a GPU", "Research")
-"""What options are for, in the order in which they are shown."""
+"""Groups of options, in display order."""
 
 
 GONE = {
@@ -39,7 +39,7 @@ GONE = {
     "step_graphs": 'write "model_kernels": "on" for steps that are not replayed',
     "tau": 'write it into the policy, such as "fluxion:0.05"',
 }
-"""Keys of earlier versions, and what to write instead."""
+"""Keys of earlier versions, with the replacement to suggest."""
 
 
 def _option(
@@ -50,16 +50,16 @@ def _option(
     why: str = "",
     group: str = TUNING,
 ) -> Any:
-    """A key. `legal` says which values it may have; `why` completes "KEY is VALUE, but" for any other."""
+    """Define a key. `legal` tests a value; `why` completes the error "KEY is VALUE, but" for an illegal one."""
     return field(default=default, metadata={"doc": doc, "example": example, "legal": legal, "why": why, "group": group})
 
 
 PLACES = {"audit": "file", "disk": "folder"}
-"""Options that name a place, as text or as an object, and what the object calls it."""
+"""Options that name a path, as text or as an object, with the object's key for that path."""
 
 
 def _is_place(value: Any, key: str, *others: str) -> bool:
-    """Whether it is text, or an object with the place, and maybe `gb` and these other keys."""
+    """Whether `value` is text, or an object with the path and optionally `gb` and the keys `others`."""
     if isinstance(value, str):
         return True
     gib, numbers = value.get("gb", 1), [value.get(other, 1) for other in others]
@@ -255,13 +255,13 @@ class FluxionConfig:
         """Read a JSON object, or `@path` of a file that holds one; None or "" gives the defaults.
 
         Raises:
-            ConfigError: one sentence that names the key and what it may be.
+            ConfigError: one sentence that names the key and its legal values.
         """
         return cls.from_dict({} if text is None or not text.strip() else read_object(text))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> FluxionConfig:
-        """Build from plain values (those of the JSON object); raises ConfigError."""
+        """Build from the plain values of the JSON object; raises ConfigError."""
         legal = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             if key in GONE:
@@ -276,7 +276,7 @@ class FluxionConfig:
         ).validate()
 
     def validate(self) -> FluxionConfig:
-        """Check values, each by itself and against each other, and return self; raises ConfigError."""
+        """Check each value alone and against the others, and return self; raises ConfigError."""
         for f in dataclasses.fields(self):
             legal, value = f.metadata["legal"], getattr(self, f.name)
             if legal is not None and value is not None and not legal(value):
@@ -307,25 +307,25 @@ class FluxionConfig:
         return self.kv_dtype == "int8"
 
     def path(self, key: str) -> Path | None:
-        """The file or folder that a key names; None where it is not set."""
+        """The file or folder that a key names; None if it is not set."""
         value = getattr(self, key)
         if isinstance(value, dict):
             value = value[PLACES[key]]
         return None if value is None else Path(os.path.expanduser(value))
 
     def beside_path(self, key: str, name: str, default: Any) -> Any:
-        """What an option that names a place says beside it."""
+        """The value of the key `name` in the object form of a path option."""
         value = getattr(self, key)
         return value.get(name, default) if isinstance(value, dict) else default
 
     def core_list(self) -> list[int]:
-        """The ids in `cores`, in the order given; [] when it is not set. Raises ConfigError."""
+        """The core ids in `cores`, in the order given; [] if it is not set. Raises ConfigError."""
         if self.cores is None:
             return []
         ids: list[int] = []
         for part in self.cores.split(","):
             first, dash, last = part.strip().partition("-")
-            # isdecimal alone would let other scripts' digits through.
+            # isdecimal alone also accepts digits of other scripts.
             if not (first.isascii() and first.isdecimal()) or (
                 dash and not (last.isascii() and last.isdecimal() and int(last) >= int(first))
             ):

@@ -1,4 +1,4 @@
-"""The text of `--fluxion-config` as plain values of the right types."""
+"""Parses the text of `--fluxion-config` into plain values of the right types."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class ConfigError(ValueError):
 
 
 def read_object(text: str) -> dict[str, Any]:
-    """A JSON object, or that of the file in `@path`; raises ConfigError."""
+    """Parse a JSON object, or the file named by `@path`; raises ConfigError."""
     if text.startswith("@"):
         return _load_object(_file_text(text[1:]), text[1:])
     return _load_object(text, "--fluxion-config")
 
 
 def checked(key: str, value: Any, hint: Any, example: str) -> Any:
-    """The value of a key, of the type that the hint allows; raises ConfigError."""
+    """Return the value of a key, converted to the type hint; raises ConfigError."""
     allowed = _types(hint)
-    # Exact types: for JSON, true is no integer although Python's bool is an int.
+    # Compare exact types: Python's bool is a subclass of int, but JSON's true is no integer.
     if type(value) is int and float in allowed and int not in allowed:
         value = _finite(key, value)
     if type(value) is float and float in allowed and not math.isfinite(value):
@@ -45,7 +45,7 @@ def type_names(hint: Any) -> str:
 def _file_text(name: str) -> str:
     try:
         return Path(os.path.expanduser(name)).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # bytes that are no UTF-8 text, or a path that no file can have
+    except (OSError, ValueError) as error:  # not UTF-8, or an impossible path
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"--fluxion-config names the file {name!r}, which cannot be read ({reason}); "
@@ -71,7 +71,7 @@ def _load_object(text: str, source: str) -> dict[str, Any]:
         ) from None
     except ConfigError:
         raise
-    except ValueError:  # JSON, but longer than Python reads a number
+    except ValueError:  # an integer literal beyond Python's digit limit
         raise ConfigError(f"{source} has a number of thousands of digits; give one that a machine can hold.") from None
     except RecursionError:
         raise ConfigError(f"{source} is nested too deeply; give a flat JSON object.") from None
@@ -84,7 +84,7 @@ def _load_object(text: str, source: str) -> dict[str, Any]:
 
 
 def _types(hint: Any) -> tuple[type, ...]:
-    """The types that a value may have; of lists it does not say what they hold."""
+    """The types that a value may have; element types of lists are ignored."""
     if isinstance(hint, UnionType):
         return tuple(get_origin(part) or part for part in get_args(hint))
     return (hint,)

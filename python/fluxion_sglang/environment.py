@@ -1,4 +1,4 @@
-"""What the environment says to servers and commands: proxies, and the folder of temporary files."""
+"""Environment settings of servers and commands: proxies, and the folder of temporary files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Final
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 LONGEST_SOCKET: Final = 107
-"""Bytes of a unix socket's path, without the zero at its end."""
+"""Longest path of a unix socket in bytes, without the terminating zero."""
 _TEMPORARY: Final = len("/tmp01234567")
-"""Bytes that Python's name of a temporary file adds to the folder's."""
+"""Bytes that the name of a Python temporary file adds to the folder's path."""
 
 
 def is_local(host: str | None) -> bool:
-    """Whether a URL's host is this machine, whatever machine that is."""
+    """Whether a URL's host is loopback or unspecified, that is, the local machine."""
     if host == "localhost":
         return True
     try:
@@ -26,17 +26,17 @@ def is_local(host: str | None) -> bool:
 
 
 def proxies() -> list[str]:
-    """The variables of the environment that name a proxy."""
+    """The environment variables that are set and name a proxy."""
     names = ("http_proxy", "https_proxy", "all_proxy")
     return [name for lower in names for name in (lower, lower.upper()) if os.environ.get(name)]
 
 
 def bypass_proxies(*hosts: str) -> list[str]:
-    """Have this process, and those that it starts from here on, reach loopback and these hosts without a proxy, which
-    does not know this machine's own addresses.
+    """Make this process and its future children reach loopback and `hosts` without a proxy. A proxy cannot reach this
+    machine's own addresses.
 
     Returns:
-        The hosts that would have been asked for through one.
+        The hosts that were not exempt before.
     """
     if not proxies():
         return []
@@ -52,7 +52,7 @@ def bypass_proxies(*hosts: str) -> list[str]:
 
 
 def socket_problem() -> str | None:
-    """None, or why SGLang's processes cannot make the sockets by which they talk; one sentence."""
+    """One sentence if paths of SGLang's unix sockets would be too long, else None."""
     folder = tempfile.gettempdir()
     size = len(os.fsencode(folder))
     if size + _TEMPORARY <= LONGEST_SOCKET:

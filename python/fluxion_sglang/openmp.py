@@ -1,21 +1,21 @@
-"""Two thread pools on the same cores: keep the idle one quiet."""
+"""Keeps PyTorch's OpenMP threads from spinning on the cores of the engine's workers."""
 
 from __future__ import annotations
 
 import os
 
 SPINS = "3000"
-"""Pauses of libgomp's threads, 20 to 100 us; it goes before OMP_WAIT_POLICY."""
+"""Spins of an idle libgomp thread before it sleeps, 20 to 100 us. It overrides OMP_WAIT_POLICY."""
 
 
 def wait_passively() -> None:
-    """Let idle OpenMP threads sleep soon in processes started from here on, unless the user has decided otherwise.
+    """Let idle OpenMP threads of processes started from here on sleep soon, unless the user has set OMP_WAIT_POLICY.
 
-    PyTorch's OpenMP threads spin for milliseconds after every parallel region, on the cores where the workers have
-    begun the layer's attention. But where they never spin, each operation of a layer waits for them to be woken, which
-    takes longer than a small one computes. So they spin for as long as it takes to get from one to the next, or, in
-    another runtime than libgomp (PyTorch's), not at all. The runtime reads this when it is loaded, so it must be set
-    before torch is imported.
+    PyTorch's OpenMP threads spin for milliseconds after every parallel region, on cores where the workers already
+    compute the layer's attention. Without any spinning, every operation pays for waking the threads, which takes longer
+    than a small operation computes. With libgomp (PyTorch's runtime) they therefore spin just long enough to reach the
+    next operation; with other runtimes they do not spin. The runtime reads these variables when it is loaded, so they
+    must be set before torch is imported.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

@@ -1,6 +1,6 @@
-"""What comes in from outside the core: entry points of this package's outer rings, and of other packages.
+"""Loads plug-ins: entry points of this package's optional parts and of other packages.
 
-Each group is a seam of the core, whose interface says what an entry point's object is.
+Each group is an extension point of the core. Its interface defines the type of an entry point's object.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 POLICIES: Final = "fluxion_policies"
-"""`policy.base.Policy`, by the first word of its specs."""
+"""`policy.base.Policy`, keyed by the first word of its specs."""
 OBSERVERS: Final = "fluxion_observers"
-"""`executor.observer.MakeObserver`, by the option that asks for it: `audit`, `record`."""
+"""`executor.observer.MakeObserver`, keyed by the option that enables it: `audit`, `record`."""
 DEVICES: Final = "fluxion_devices"
-"""`executor.device.DeviceMaker`, by torch's name of the device: `cuda`."""
+"""`executor.device.DeviceMaker`, keyed by torch's device name: `cuda`."""
 
 
 @cache
 def named(group: str) -> dict[str, EntryPoint]:
-    """The entry points of a group; this package's own win. Looked for once: names come from clients, too."""
+    """The entry points of a group by name; this package's own take precedence. Cached, because clients send names."""
     points = sorted(entry_points(group=group), key=lambda point: point.value.startswith("fluxion_sglang."))
-    return {point.name: point for point in points}  # of one name, the last stays
+    return {point.name: point for point in points}  # for equal names the last wins
 
 
 def load(group: str, name: str) -> Any:
-    """The object of an entry point.
+    """Load the object of an entry point.
 
     Raises:
-        LookupError: there is none of this name: one sentence.
+        LookupError: no entry point has this name; one sentence.
     """
     point = named(group).get(name)
     if point is None:

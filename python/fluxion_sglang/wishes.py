@@ -1,6 +1,6 @@
-"""What a request may ask of Fluxion: keys of its `sampling_params.custom_params`.
+"""Per-request options of Fluxion: keys of a request's `sampling_params.custom_params`.
 
-SGLang carries these to the scheduler's request, on every rank, from /generate and from OpenAI's completions and chat.
+SGLang passes these to the scheduler's request on every rank, from /generate and from OpenAI's completions and chat.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 POLICY: Final = "fluxion_policy"
-"""A policy spec: what is read for this request."""
+"""The policy spec for this request."""
 
 RECORD: Final = "fluxion_record"
-"""What is to be recorded of it: {"id": int, "samples": [[anchor, [step, ...]], ...]} (`training/recorder.py`)."""
+"""Samples to record: {"id": int, "samples": [[anchor, [step, ...]], ...]} (`training/recorder.py`)."""
 
 CHECK: Final = "fluxion_check"
-"""true: the whole host pool is to be checked (option `canary`)."""
+"""true: check the whole host pool (option `canary`)."""
 
 
 def of(request: Any) -> Mapping[str, Any]:
-    """The custom_params of SGLang's request, or nothing where they are no JSON object."""
+    """The custom_params of SGLang's request; {} if they are no JSON object."""
     params = request.sampling_params.custom_params
     return params if isinstance(params, Mapping) else {}
 
 
 def spec_of(request: Any, server: str) -> object:
-    """What the request names as its policy; the spec `server` where it names none, or null."""
+    """The policy spec that the request names; `server` if it names none or null."""
     spec = of(request).get(POLICY)
     return server if spec is None else spec

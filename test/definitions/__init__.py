@@ -1,1 +1,1 @@
-"""What kernels and tasks compute, in torch, from the definitions: what the native code is compared with."""
+"""Kernels and tasks in torch, straight from their definitions: the reference for the native code."""

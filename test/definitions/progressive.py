@@ -1,8 +1,8 @@
-"""Reading until it is enough: PSA's Algorithm 1 (arXiv 2503.00392), for the query heads of a group, from the
-definitions.
+"""PSA's Algorithm 1 (arXiv 2503.00392), which reads until it has enough, for the query heads of a group.
 
-The native form is `csrc/lab/early_stop.cc`, whose header says what the paper leaves open and how it is decided here.
-Where what one head chose is attended to by all (`attend_union`), it counts in AS_min of those that chose it.
+The native form is `csrc/lab/early_stop.cc`; its header names what the paper leaves open and how it is decided here.
+With `attend_union`, all heads attend to blocks that one head chose; such blocks count in AS_min of the heads that chose
+them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Final
 import torch
 
 MICROBATCH_PAGES: Final = 8
-"""Pages of a head's order that a microbatch has at least, in whole blocks: m of the paper, whose example has 4
-blocks."""
+"""Minimum pages of a microbatch in a head's order, in whole blocks: m of the paper, whose example has 4 blocks."""
 READ_SHARE: Final = 16
-"""A microbatch has a 16th of the blocks that the task has read, where that is more."""
+"""A microbatch has a 16th of the blocks that the task has read, if that is more."""
 
 
 @dataclass
@@ -26,9 +25,9 @@ class Progress:
     """What a group read.
 
     Attributes:
-        read: of each head, the blocks it attended to.
-        microbatches: the blocks of each, every one once.
-        margin: how near to its threshold a head was when it was decided whether it goes on, at the least.
+        read: by head, the blocks it attended to.
+        microbatches: the blocks of each; every block appears once.
+        margin: minimum distance of a head from its threshold when it was decided whether to continue.
     """
 
     read: list[set[int]]
@@ -37,7 +36,7 @@ class Progress:
 
 
 def by_criticality(scores: torch.Tensor) -> list[int]:
-    """Blocks by their scores [n], best first, of equal ones the earlier; NaN counts as -inf."""
+    """Blocks by their scores [n], best first; the earlier of equal ones first. NaN counts as -inf."""
     values = torch.where(scores.isnan(), -torch.inf, scores).tolist()
     return sorted(range(len(values)), key=lambda i: (-values[i], i))
 
@@ -46,14 +45,14 @@ def read_until(
     scores: torch.Tensor, logits: Sequence[torch.Tensor], resident: torch.Tensor, stop: float, *, least: int,
     share: int = READ_SHARE, union: bool, limits: Sequence[int] | None = None,
 ) -> Progress:  # fmt: skip
-    """Go through the blocks until every head has the share `stop` of its attention, by the bound on what is left.
+    """Read blocks until every head has the share `stop` of its attention, by a bound on the rest.
 
     Args:
         scores: [G, n], criticality of the blocks. logits: n tensors [G, tokens], scale * q.k of their tokens.
-        resident: [G, tokens], the same of what is resident.
+        resident: [G, tokens], logits of the resident tokens.
         least: blocks of a microbatch, at least 1; share: see `READ_SHARE`.
-        union: what one head chose, all of them attend to.
-        limits: of each head, how many blocks of its order it may go through; None: all.
+        union: all heads attend to blocks that one head chose.
+        limits: by head, the maximum number of blocks in its order; None: all.
     """
     heads = len(scores)
     top = max((float(x.max()) for x in (resident, *logits) if x.numel()), default=0.0)

@@ -9,12 +9,11 @@ import torch
 from fluxion_sglang.kv.placement import PAGE
 
 _CODES = 7.5
-"""Codes from 0 to 15 stand for themselves less this."""
+"""A code c from 0 to 15 stands for c - _CODES."""
 
 
 def rotation(dim: int) -> torch.Tensor:
-    """[D, D] float64: a key k is rotated to k @ rotation(D). q.k of two that were rotated is q.k times
-    `mixed_together(D)`."""
+    """[D, D] float64: a key k is rotated to k @ rotation(D). q.k after rotation is q.k times `mixed_together(D)`."""
     size = mixed_together(dim)
     whole = torch.ones(1, 1, dtype=torch.float64)
     while len(whole) < size:
@@ -25,7 +24,7 @@ def rotation(dim: int) -> torch.Tensor:
 
 
 def mixed_together(dim: int) -> int:
-    """Elements that a rotation mixes with one another: the largest power of two that divides D."""
+    """Number of elements that a rotation mixes: the largest power of two that divides D."""
     return dim & -dim
 
 
@@ -51,8 +50,8 @@ def keys_of(sketch: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def skimmed(sketch: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the upper bits of a sketch say of queries [G, D], float64: the largest q.k of the page [G], and how far
-    above it the lower bits may go [G], 1.5 standard deviations."""
+    """Estimate from the upper bits of a sketch for queries [G, D], float64: the largest q.k of the page [G], and how
+    far the lower bits may raise it [G], 1.5 standard deviations."""
     dim = q.shape[1]
     codes, scales = unpacked(sketch, dim)
     rotated = q.double() @ rotation(dim)
@@ -62,15 +61,15 @@ def skimmed(sketch: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def exact_share(left: float) -> float:
-    """What lies below the tokens whose keys are read has this share of the attention, where `left` may be unread."""
+    """Share of the attention below the tokens whose keys are read, if `left` may stay unread."""
     return max(left, min(4 * left, 0.5))
 
 
 def least_kept(weights: torch.Tensor, others: float, left: float) -> torch.Tensor:
-    """[n] bool: the fewest tokens, the heaviest first, after which at most the share `left` of all is unread.
+    """[n] bool: the fewest tokens, the heaviest first, that leave at most the share `left` of the total unread.
 
     Args:
-        weights: [n], of the tokens. others: what is read anyway, in the same unit.
+        weights: [n], of the tokens. others: weight that is read in any case, in the same unit.
     """
     ordered, order = weights.sort(descending=True)
     rest = ordered.flip(0).cumsum(0).flip(0)  # with this token and all after it

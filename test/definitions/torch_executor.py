@@ -1,7 +1,7 @@
 """The reference executor: tasks in plain torch, float32, straight from the definitions.
 
-It shares no code with the native kernels, neither for scores nor selection nor attention, and serves as their oracle;
-beside them on one queue it also shows that a task may be computed by anybody.
+It shares no code with the native kernels for scores, selection and attention, and serves as their oracle. Beside them
+on one queue it also shows that any executor may compute a task.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fluxion_sglang.policy.sketch import SketchedTokens
 
 
 def block_pages(middle: int, blk: int, sink_pages: int) -> list[range]:
-    """Logical pages of every block of the middle, sinks and window cut away: the unit that budgets count.
+    """Logical pages of every block of the middle, without sinks and window; budgets count these blocks.
 
     Args:
         middle: tokens of the middle. blk: tokens of a block; blocks are aligned to absolute positions.
@@ -35,16 +35,17 @@ def block_pages(middle: int, blk: int, sink_pages: int) -> list[range]:
 
 
 def block_scores(q: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, spread: float) -> torch.Tensor:
-    """What blocks are ranked by: q at the center of each block's box, plus a share of what the half widths add.
+    """Scores that rank blocks: q at the center of each block's box, plus a share of the contribution of the half
+    widths.
 
-    With a `spread` of 1 it is Quest's upper bound of q.k, sum_d max(q_d min_d, q_d max_d) (arXiv 2406.10774). The
-    weights of minima and maxima are rounded to the metadata's dtype, as the kernels round them.
+    With a `spread` of 1 this is Quest's upper bound of q.k, sum_d max(q_d min_d, q_d max_d) (arXiv 2406.10774). The
+    weights of minima and maxima are rounded to the metadata's dtype, as in the kernels.
 
     Args:
         q: [G, D]. lo, hi: [n, D] in the KV dtype. spread: in (0, 1].
 
     Returns:
-        [G, n] float32; float64 of a float64 q.
+        [G, n] float32; float64 if q is float64.
     """
     half, wide = q / 2, spread * q.abs() / 2
     low, high = ((half + sign * wide).to(lo.dtype).to(q.dtype) for sign in (-1, 1))
@@ -52,10 +53,10 @@ def block_scores(q: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, spread: fl
 
 
 def blocks_to_read(budget: float, middle: int, blk: int, blocks: int) -> int:
-    """Blocks that a budget buys: ceil(budget * middle / blk), at least one, at most all; a budget of 1 buys all.
+    """Number of blocks for a budget: ceil(budget * middle / blk), at least one, at most all; a budget of 1 means all.
 
-    The middle's first and last block may be cut, so there can be more blocks than middle / blk. A millionth is
-    forgiven, so that a budget which float32 rounds up (0.05) buys no block too many.
+    The middle's first and last block may be cut, so there can be more blocks than middle / blk. A relative tolerance of
+    1e-6 keeps budgets that float32 rounds up (0.05) from one block too many.
     """
     if budget >= 1:
         return blocks
@@ -71,7 +72,7 @@ class TorchReferenceExecutor(Executor):
     """Pulls tasks in the calling thread.
 
     Args:
-        attend_union: what one head of a group chose, all of them attend to.
+        attend_union: all heads of a group attend to blocks that one of them chose.
     """
 
     id = ExecutorId.TORCH
@@ -84,24 +85,24 @@ class TorchReferenceExecutor(Executor):
         while (task := work.pop(self.id)) is not None:
             try:
                 result = self.compute(work, *work.request_and_head(task))
-            except Exception as error:  # a pulled task must be accounted for, or the layer would wait for it
+            except Exception as error:  # every pulled task must be reported, or the layer waits for it
                 work.native.task_failed(task, f"the torch executor failed: {error}")
             else:
                 work.native.task_done(task, *result)
 
     def compute(self, work: LayerWork, b: int, h: int) -> tuple[torch.Tensor, torch.Tensor, int, int, int]:
-        """What `NativeEngine.task_done` takes of the task of request `b` and KV head `h`: o [G, D] and lse [G],
-        float32, the tokens read, and the bytes of tiles and of metadata.
+        """Arguments of `NativeEngine.task_done` for request `b` and KV head `h`: o [G, D] and lse [G], float32, the
+        tokens read, and the bytes of tiles and of metadata.
 
-        The metadata is what this executor scans, that of every page. The native engine needs less of it: one entry a
-        coarse block, and none where every head reads everything.
+        The metadata counts every page, because this executor scans all of them. The native engine needs less: one entry
+        per coarse block, and none if every head reads everything.
         """
         group = work.group
         heads = slice(h * group, (h + 1) * group)
         q = work.q[b, heads].float()
         if int(work.plan.blk[b, h]) == SKETCHED:
             return self.by_sketches(work, b, h, q)
-        blk, again = int(work.plan.blk[b, h]), 0  # keys and values read beside those attended to, or once more
+        blk, again = int(work.plan.blk[b, h]), 0  # again: keys and values read beside attended ones
         if blk == LISTED:
             chosen, again = self.select_listed(work, b, h, q)
         elif blk == SINGLE:
@@ -130,9 +131,9 @@ class TorchReferenceExecutor(Executor):
     def by_sketches(
         self, work: LayerWork, b: int, h: int, q: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, int, int, int]:
-        """`compute` of a group whose tokens are chosen by sketches of their keys (`csrc/engine/sketched.h`).
+        """`compute` for a group that chooses tokens by sketches of their keys (`csrc/engine/sketched.h`).
 
-        It scores all tokens by all bits, and skims none.
+        It scores all tokens with all bits, without skimming.
         """
         middle, placement, n = int(work.step.middle[b]), self.pool.placement, int(work.step.seq_lens[b])
         kind = next(kind for kind in work.plan.kinds if isinstance(kind, SketchedTokens))
@@ -170,7 +171,7 @@ class TorchReferenceExecutor(Executor):
         return k, v
 
     def select_tokens(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> list[list[int]]:
-        """Positions of the tokens with the largest q.k for each head of the group, of equal ones the earlier."""
+        """For each head of the group, positions of the tokens with the largest q.k; the earlier of equal ones."""
         middle, first = int(work.step.middle[b]), self.pool.placement.sinks
         keys, _ = self.rows(work, b, h, range(first, first + middle))
         order = torch.sort(q @ keys.float().T, dim=1, descending=True, stable=True).indices + first
@@ -179,7 +180,7 @@ class TorchReferenceExecutor(Executor):
         return [sorted(row[:count].tolist()) for row, count in zip(order, counts, strict=True)]
 
     def select_listed(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> tuple[list[list[int]], int]:
-        """Positions that each head of the group lists, or the best of them; how many keys were ranked for it."""
+        """For each head of the group, the positions in its list or the best of them; and the number of keys ranked."""
         lists = listed(work.plan)
         assert lists is not None
         offsets, pages, masks = lists.offsets, lists.pages, lists.masks
@@ -204,7 +205,7 @@ class TorchReferenceExecutor(Executor):
     def record(
         self, work: LayerWork, b: int, h: int, q: torch.Tensor, record: Record, chosen: list[list[int]]
     ) -> set[int]:
-        """Note what each head of the group chose from its list; positions whose keys this takes."""
+        """Record what each head of the group chose from its list; return the positions whose keys this reads."""
         lists = listed(work.plan)
         assert lists is not None
         offsets, pages, masks = lists.offsets, lists.pages, lists.masks
@@ -244,8 +245,8 @@ class TorchReferenceExecutor(Executor):
     def select_until(
         self, work: LayerWork, b: int, h: int, q: torch.Tensor, stopping: EarlyStop
     ) -> tuple[list[list[int]], int]:
-        """Positions of the blocks that each head attends to before the group has enough; how many keys and values were
-        read once more, because heads came to them in different microbatches."""
+        """Positions of the blocks that each head attends to before the group has enough; and the number of keys and
+        values read twice, because heads reached them in different microbatches."""
         blocks, scores, counts = self.ranked(work, b, h, q, float(stopping.spread[b, h]))
         middle, placement, n = int(work.step.middle[b]), self.pool.placement, int(work.step.seq_lens[b])
         logits = _logits(work, q @ self.rows(work, b, h, range(n))[0].float().T)
@@ -265,7 +266,7 @@ class TorchReferenceExecutor(Executor):
     def ranked(
         self, work: LayerWork, b: int, h: int, q: torch.Tensor, spread: float
     ) -> tuple[list[range], torch.Tensor, list[int]]:
-        """Pages of the middle's blocks, their scores [G, n], and how many of them each head may read."""
+        """Pages of the middle's blocks, their scores [G, n], and each head's number of blocks."""
         group, blk, middle = work.group, int(work.plan.blk[b, h]), int(work.step.middle[b])
         blocks = block_pages(middle, blk, self.pool.placement.sink_pages)
         pages = work.page_table[b].long()
@@ -281,6 +282,6 @@ class TorchReferenceExecutor(Executor):
 
 
 def _logits(work: LayerWork, scores: torch.Tensor) -> torch.Tensor:
-    """What scores q.k are in the softmax."""
+    """Softmax inputs of scores q.k."""
     scaled = work.scale * scores
     return work.cap * torch.tanh(scaled / work.cap) if work.cap else scaled

@@ -1,4 +1,4 @@
-"""What the pages say exists and works: links, file names, tables, and every command of an `sh` block."""
+"""Claims of the pages exist and work: links, file names, tables, and every command of an `sh` block."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 _CODE = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/?")
 
-# Where the path of a file may begin: the tour and others leave out what the section says already.
+# Folders that paths may be relative to; the tour and other pages omit what the section implies.
 _BASES = ("", "python", "python/fluxion_sglang", "csrc", "csrc/runtime", "csrc/kernels", "docs", "benchmark", "test")
 _TOP = ("python", "csrc", "benchmark", "docs", "test", "models", "build")
 _SOURCES = (".py", ".cc", ".h", ".cmake")
-# Files that a page tells the reader to write.
+# Files that a page asks the reader to write.
 _THEIRS = {"taper.py", "test_taper.py"}
 
 RUN_ELSEWHERE = {
@@ -55,7 +55,7 @@ RUN_ELSEWHERE = {
     r"fluxion try ": "test/engine/test_trial_served.py",
     r"(uv )?pip install (\.|'?\.\[\w+\]'?)$": "test/docs/test_pages.py::test_the_package_installs",
 }
-"""Commands that are too heavy for this file, as patterns, and the tests that run them for real: FILE or FILE::NAME."""
+"""Commands too heavy for this file, as patterns, with the tests that run them: FILE or FILE::NAME."""
 
 _FILTERS = {"grep", "head", "tail", "cat", "cd", "source"}
 
@@ -75,7 +75,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_tests_that_the_faults_name_are_there() -> None:
-    """Of every row; a row may name a benchmark or a target of make as well, and not alone a target."""
+    """Every row names a test; a benchmark or a target of make may stand beside it, but a target alone is not enough."""
     tables = (ROOT / "docs" / "dev" / "faults.md").read_text().split("\n\n")
     rows = [row for table in tables if table.startswith("| fault |") for row in table.splitlines()[2:]]
     assert len(rows) > 40
@@ -92,7 +92,7 @@ def test_the_tests_that_the_faults_name_are_there() -> None:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """What links to sections may name, as GitHub and the site make it of headings."""
+    """Anchors of headings, as GitHub and the site generate them."""
     found: set[str] = set()
     for heading in _HEADING.findall(prose(page)):
         text = _LINK.sub(lambda match: match[0][1 : match[0].index("]")], heading)
@@ -102,7 +102,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_links_resolve() -> None:
-    """Local links name files that exist, and sections that these have."""
+    """Local links name existing files and sections."""
     wrong = []
     for page in PAGES:
         for link in _LINK.findall(prose(page)):
@@ -125,7 +125,7 @@ def source_names() -> set[str]:
 
 
 def missing_path(text: str) -> bool:
-    """Whether this inline code looks like a path of the repository and is none."""
+    """Whether this inline code looks like a path of the repository but does not exist."""
     text = text.partition("::")[0]
     if not _PATH.fullmatch(text) or text in _THEIRS:
         return False
@@ -152,7 +152,7 @@ def test_what_counts_as_a_missing_file() -> None:
 
 
 def test_lists_begin_after_an_empty_line() -> None:
-    """Without one the site shows the items as running text."""
+    """Without one, the site shows the items as running text."""
     wrong = []
     for page in PAGES:
         before = ""
@@ -164,7 +164,7 @@ def test_lists_begin_after_an_empty_line() -> None:
 
 
 def test_tables_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here, where what the tables need is imported already: `python benchmark/tables.py --check`."""
+    """Run `python benchmark/tables.py --check` here, in a process that has already imported its modules."""
     monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
     tables.main()
 
@@ -187,7 +187,7 @@ def of(*programs: str) -> list[Command]:
 
 
 def scripts() -> dict[tuple[str, ...], set[str]]:
-    """Programs of the repository that pages start with Python, and the options that pages give them."""
+    """Python programs of the repository that pages start, with the options that pages give them."""
     found: dict[tuple[str, ...], set[str]] = {}
     for command in of("python"):
         words = command.words[1:]
@@ -238,7 +238,7 @@ def test_make_targets() -> None:
 
 
 def test_fluxion_commands_parse(capsys: pytest.CaptureFixture[str]) -> None:
-    """Subcommand, options and values are legal; words in capitals stand for the reader's own."""
+    """Subcommands, options and values are legal; words in capitals stand for the reader's values."""
     for command in of("fluxion"):
         try:
             arguments = cli._parser().parse_args(command.words[1:])
@@ -249,7 +249,7 @@ def test_fluxion_commands_parse(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_fluxion_options_in_running_text_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    """`fluxion train --sinks` in a sentence: the option is one of the subcommand's."""
+    """Options such as `fluxion train --sinks` in a sentence exist for that subcommand."""
     found = set()
     for page in PAGES:
         for code in _CODE.findall(prose(page)):
@@ -276,7 +276,7 @@ def test_cheap_fluxion_commands(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("name", scripts(), ids=" ".join)
 def test_scripts_have_the_options_that_pages_give(name: tuple[str, ...]) -> None:
     if name[-1].endswith(".py") and not re.search(r"\.parse_(known_)?args\(", (ROOT / name[-1]).read_text()):
-        # It has no options and would do its work: Python must at least be able to read it.
+        # Running it would do its work, so only compile it.
         assert not scripts()[name], f"{name[-1]} takes no options"
         compile((ROOT / name[-1]).read_text(), name[-1], "exec")
         return
@@ -288,7 +288,7 @@ def test_scripts_have_the_options_that_pages_give(name: tuple[str, ...]) -> None
 
 @pytest.mark.full
 def test_servers_have_the_options_that_pages_give() -> None:
-    """SGLang's own parser, with the plug-in's options, and the plug-in's for --fluxion-config."""
+    """Check with SGLang's own parser, with the plug-in's options, and the plug-in's parser for --fluxion-config."""
     code = """
 import argparse, json, sys
 from fluxion_sglang.sglang.start.options import options_of
@@ -314,7 +314,7 @@ def test_extras_that_pages_install_exist() -> None:
 
 @pytest.mark.full
 def test_it_installs_where_other_packages_are_half_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package can register with setuptools what cannot be imported before everything is installed."""
+    """A package can register a setuptools hook that cannot be imported before everything is installed."""
     source, environment = tmp_path / "source", tmp_path / "environment"
     ignored = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.so", "*.egg-info", "__pycache__", "results")
     shutil.copytree(ROOT, source, ignore=ignored)
@@ -341,7 +341,7 @@ def test_it_installs_where_other_packages_are_half_there(tmp_path: Path, monkeyp
 
 @pytest.mark.full
 def test_the_package_installs(tmp_path: Path) -> None:
-    """`pip install .` into a folder of its own, without the dependencies: the library is built and found."""
+    """`pip install .` into a separate folder, without dependencies, builds and finds the library."""
     source, site = tmp_path / "source", tmp_path / "site"
     ignored = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.so", "*.egg-info", "__pycache__", "results")
     shutil.copytree(ROOT, source, ignore=ignored)
@@ -360,7 +360,7 @@ def test_the_package_installs(tmp_path: Path) -> None:
 
 
 def test_python_blocks_are_run_by_a_test() -> None:
-    """Examples of files are test_policy_doc.py's; programs for a server or an engine are test_docs_commands.py's."""
+    """test_policy_doc.py runs the examples of files; test_docs_commands.py runs programs for a server or an engine."""
     unknown = [
         f"{block.page}: {block.text.splitlines()[0]}"
         for block in blocks("python")
@@ -390,7 +390,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
 
 
 def test_blocks_are_read_as_a_shell_reads_them() -> None:
-    """Lines that go on, comments and pipes, on a page of this repository that has all three."""
+    """Continued lines, comments and pipes, on a page that has all three."""
     curl = [line for block in blocks("sh") for line in lines(block) if line.startswith("curl")]
     assert any("-d" in line for line in curl), "continued lines are not joined"
     assert ("grep", "^fluxion_") in {command.words for command in all_commands()}

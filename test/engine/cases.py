@@ -1,4 +1,4 @@
-"""The prompts on which plain SGLang and Fluxion must agree token for token, and plain SGLang's answers to them."""
+"""Prompts on which plain SGLang and Fluxion must agree token for token, and plain SGLang's answers to them."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ from filelock import FileLock
 from server import Completion, Server
 
 GOLDEN = Path(__file__).with_name("golden.json")
-"""Plain SGLang's answers. Written by `pytest --full --write-golden test/engine/test_exact.py`."""
+"""Plain SGLang's answers, written by `pytest --full --write-golden test/engine/test_exact.py`."""
 
 ROUTER = "sglang-router==0.3.2"
 
 LEAST_MARGIN = 1e-3
-"""Nats between the best token and the next one that every step of a golden answer has: CPUs that sum in another order
-find the same token."""
+"""Minimum margin, in nats, between the best and the second token of every step in a golden answer. CPUs that sum in
+another order then find the same token."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,7 +33,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def router() -> list[str]:
-    """The command of SGLang's router, in an environment of its own: its version of FastAPI and ours need not agree."""
+    """The command of SGLang's router in an environment of its own, because its version of FastAPI may differ from
+    ours."""
     uv = [str(Path(sys.executable).with_name("uv")), "run", "--no-project", "--with", ROUTER]
     found = subprocess.run([*uv, "true"], capture_output=True, text=True, check=False)
     if found.returncode:
@@ -43,19 +44,19 @@ def router() -> list[str]:
 
 @pytest.fixture(scope="session")
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Completion]:
-    """Greedy tokens of plain SGLang (torch_native, float32, the flag absent) for every case, and the second turn.
+    """Greedy tokens of plain SGLang (torch_native, float32, without the flag) for every case, and the second turn.
 
-    With --full they are asked of plain SGLang, and the golden file has to say the same.
+    With --full, plain SGLang computes them, and they must equal the golden file.
     """
     if not request.config.getoption("--full"):
         return _completions(json.loads(GOLDEN.read_text()))
-    # Processes of one run share a folder: the first asks, the others read.
+    # Processes of one run share a folder: the first computes the answers, the others read them.
     folder = tmp_path_factory.getbasetemp()
     shared = (folder.parent if hasattr(request.config, "workerinput") else folder) / "reference.json"
     with FileLock(f"{shared}.lock"):
         if not shared.exists():
             answers = _ask(shared.with_suffix(".log"))
-            if request.config.getoption("--write-golden", default=False):  # unknown where `test` was named
+            if request.config.getoption("--write-golden", default=False):  # unknown if pytest got `test`
                 GOLDEN.write_text(_dump(answers))
             shared.write_text(_dump(answers))
     found = json.loads(shared.read_text())

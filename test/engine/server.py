@@ -1,4 +1,4 @@
-"""A real SGLang server for a test class, and the few requests that the tests make of it."""
+"""A real SGLang server for a test class, and requests of the tests."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from fluxion_sglang.commands.needle import NeedlePrompt, score
 from fluxion_sglang.commands.serving import free_port
 
 PLUGINS = ROOT / "test" / "plugins"
-"""Packages that a server finds if this is on its PYTHONPATH: policies that fail."""
+"""Packages that a server finds with this folder on its PYTHONPATH: policies that fail."""
 
 START_TIMEOUT_S = 1800
-"""A loaded machine takes minutes; a server that died is noticed at once."""
+"""A loaded machine takes minutes; the death of a server is noticed at once."""
 
 PATIENCE_S = 600
-"""For what takes seconds on a quiet machine."""
+"""For work that takes seconds on an idle machine."""
 
 SOUND = re.compile(r"of \d+ tokens, metadata entries and sketches in the host pool, all are sound")
-"""What a server says of its pool that it was asked to check."""
+"""Log line of a server whose pool was checked and is sound."""
 
 LEAK_WORDS = re.compile(
     "memory leak detected|Scheduler hit an exception|"
@@ -40,7 +40,7 @@ LEAK_WORDS = re.compile(
 
 
 def await_health(url: str, process: Forked | subprocess.Popen[bytes], log: Path) -> None:
-    """Block until a server that was started answers; raises with the end of its log if it does not come up."""
+    """Block until a started server answers; raise with the end of its log if it does not."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(requests.RequestException):
@@ -52,7 +52,7 @@ def await_health(url: str, process: Forked | subprocess.Popen[bytes], log: Path)
 
 @dataclass(frozen=True)
 class Completion:
-    """What came back: new token ids with their log probabilities, cached prompt tokens, why it ended."""
+    """A reply: new token ids with their log probabilities, cached prompt tokens, and the reason of its end."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -62,11 +62,11 @@ class Completion:
 
     @classmethod
     def of(cls, raw: dict[str, Any]) -> Completion:
-        """The reply of `/generate` to a request for one answer."""
+        """Parse the reply of `/generate` to a request for one answer."""
         if "meta_info" not in raw:  # refused before it became a request
             return cls([], [], 0, raw, raw)
         meta = raw["meta_info"]
-        # An aborted request may have generated nothing, and then it has neither tokens nor logprobs.
+        # An aborted request without generated tokens has neither tokens nor logprobs.
         logprobs = [item[0] for item in meta.get("output_token_logprobs") or []]
         return cls(raw.get("output_ids") or [], logprobs, meta.get("cached_tokens", 0), meta["finish_reason"], raw)
 
@@ -77,7 +77,7 @@ class Server:
     Args:
         flags: extra command line words. env: extra environment.
         model: model folder. fluxion: JSON for --fluxion-config, "" for the bare flag, None for plain SGLang.
-        spawn: start it as users do, in processes that import SGLang themselves; otherwise it is forked (forked.py).
+        spawn: start it as users do, with processes that import SGLang themselves; otherwise it is forked (forked.py).
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class Server:
     ) -> None:  # fmt: skip
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port)]
-        # SGLang's own guess of this fraction is negative on a small machine when prefill is not chunked.
+        # SGLang's own guess of this fraction is negative on a small machine without chunked prefill.
         command += ["--mem-fraction-static", "0.4"]
         command += ["--dtype", dtype, "--device", "cpu", "--skip-server-warmup", "--enable-metrics"]
-        command += ["--sleep-on-idle"]  # several servers wait for their turn, and each would keep a core busy
+        command += ["--sleep-on-idle"]  # several servers wait for their turn; without this option each occupies a core
         if "--max-running-requests" not in flags:
             command += ["--max-running-requests", "16"]
         if "--max-total-tokens" not in flags:
@@ -109,7 +109,7 @@ class Server:
             self.process = Forked([*command[1:], *flags], env or {}, log, log)
 
     def wait(self) -> Server:
-        """Block until the server answers; raises with the end of its log if it does not come up."""
+        """Block until the server answers; raise with the end of its log if it does not."""
         try:
             await_health(self.url, self.process, self.log_path)
         except RuntimeError:
@@ -135,7 +135,7 @@ class Server:
                     self.process.wait(timeout=15)
                 except subprocess.TimeoutExpired:
                     continue
-        # The scheduler is a grandchild; the session's group takes it along even when the parent is gone.
+        # The scheduler is a grandchild; killing the session's group ends it even if the parent is gone.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -146,7 +146,8 @@ class Server:
         self.stop()
 
     def generate(self, ids: list[int], new: int, policy: str | None = None, **extra: Any) -> Completion:
-        """Greedy continuation of a prompt of token ids, exactly `new` tokens long; without `policy` the server's."""
+        """Greedy continuation of a prompt of token ids, exactly `new` tokens long; without `policy` under the
+        server's."""
         params: dict[str, Any] = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
         if policy is not None:
             params["custom_params"] = {"fluxion_policy": policy}
@@ -154,9 +155,9 @@ class Server:
         return Completion.of(requests.post(self.url + "/generate", json=body, timeout=PATIENCE_S).json())
 
     def answered(self, document: NeedlePrompt, cached: int) -> tuple[int, float]:
-        """Right answers to all questions of a document, and the share of its middle that was read for them.
+        """Number of right answers to all questions of a document, and the share of its middle that was read.
 
-        cached: tokens that later questions find in the tree, at least.
+        cached: minimum number of tokens that later questions find in the tree.
         """
         before, right = self.metrics(), 0
         for i, question in enumerate(document.questions):
@@ -168,12 +169,12 @@ class Server:
         return right, read / middle
 
     def generate_many(self, prompts: list[tuple[list[int], int]]) -> list[Completion]:
-        """The same, concurrently."""
+        """`generate` for several prompts concurrently."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda p: self.generate(*p), prompts))
 
     def aborted(self, ids: list[int], new: int, when: str, rid: str, **extra: Any) -> Completion:
-        """The answer to a request that is aborted when the log says `when`, a pattern."""
+        """The answer to a request that is aborted when the log matches `when`."""
         before = len(self.log())
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(self.generate, ids, new, rid=rid, **extra)
@@ -203,20 +204,20 @@ class Server:
         return samples
 
     def assert_idle(self) -> None:
-        """The server is up after SGLang's strict idle check, which ends it on a leak."""
+        """The server is alive after SGLang's strict idle check, which ends it on a leak."""
         time.sleep(1.5)  # the check runs about once a second
         assert self.process.poll() is None, self.log()[-4000:]
         assert requests.get(self.url + "/health", timeout=PATIENCE_S).status_code == 200
         assert "memory leak detected" not in self.log()
 
     def assert_clean(self) -> None:
-        """`assert_idle`, and the log names no exception and no failed pass."""
+        """`assert_idle`, and the log has no exception and no failed pass."""
         self.assert_idle()
         found = LEAK_WORDS.search(self.log())
         assert found is None, self.log()[max(found.start() - 2000, 0) : found.end() + 2000]
 
     def assert_sound(self) -> None:
-        """All that is in the host pool of this server, which has the option canary, is what was written there."""
+        """The host pool of this server (option canary) holds exactly what was written to it."""
         params = {"max_new_tokens": 1, "custom_params": {"fluxion_check": True}}
         got = self.generate([1, 2, 3], 1, sampling_params=params)
         assert got.finish.get("type") in ("length", "stop"), got.finish

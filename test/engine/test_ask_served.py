@@ -33,7 +33,7 @@ def test_questions_about_a_file(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [question.answer for question in prompt.questions[:2]]
     costs = re.findall(r"([\d,]+) prompt tokens, ([\d,]+) cached .*read ([\d.]+)% of the middle (.*)", done.stderr)
     numbers = [(int(tokens.replace(",", "")), int(cached.replace(",", ""))) for tokens, cached, *_ in costs]
-    # The second question pays for less than a page or two of its own.
+    # The second question prefills at most two pages.
     assert numbers[0] == (4096, 0)
     assert numbers[1][0] == 4096 and numbers[1][1] >= 4096 - 32
     assert [(read, policy) for *_, read, policy in costs] == [("100.0", "(policy full)")] * 2

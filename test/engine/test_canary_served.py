@@ -1,4 +1,4 @@
-"""A server with the option `canary` ends requests that read corrupt host memory, and no others, and says so.
+"""A server with the option `canary` ends requests that read corrupt host memory, and only those, with a message.
 
 The policy `rot` of a request (`test/plugins`) flips a bit of the request's own KV while it decodes.
 """
@@ -40,7 +40,7 @@ def ask(server: Server, ids: list[int], new: int = NEW, **custom: Any) -> Comple
 
 
 def reason(answer: Completion) -> str:
-    """Why it was ended, in whatever form SGLang says so."""
+    """The reason of its end, in any of SGLang's forms."""
     return json.dumps(answer.raw)
 
 
@@ -60,7 +60,8 @@ def test_who_reads_it_ends_and_the_others_go_on(server: Server) -> None:
         answers = list(pool.map(lambda ids: ask(server, ids), SOUND))
     assert [answer.tokens for answer in answers] == wanted
     assert SENTENCE in reason(failing.result()) and counted(server, "canary_mismatches") >= 1
-    # The prompt is in the tree, and so is the page: nobody gets an answer from it until the cache is emptied.
+    # The corrupt page stays in the tree with the prompt. Every request that reads it is ended, until the cache is
+    # emptied.
     assert SENTENCE in reason(ask(server, ROTTEN))
     whole = reason(ask(server, cases.filler(20, 1), 1, fluxion_check=True))
     assert SENTENCE in whole

@@ -43,18 +43,19 @@ def server(logs: Path) -> Iterator[Server]:
 
 
 def load(server: Server) -> None:
-    """Requests of three policies, one wrong one, and a long one that is retracted and evicted for others."""
+    """Requests of three policies, one with an unknown policy, and a long one that is retracted and evicted for
+    others."""
     server.generate_many([(cases.filler(600, i), 60) for i in range(6)])
     for spec in ("full", "anchor", "nosuch"):
         params = {"temperature": 0, "max_new_tokens": 40, "custom_params": {"fluxion_policy": spec}}
         body = {"input_ids": cases.filler(700, 9), "sampling_params": params}
         requests.post(server.url + "/generate", json=body, timeout=PATIENCE_S)
-    server.generate(cases.filler(700, 10), 20)  # a pass after the wrong one: it brings the count
+    server.generate(cases.filler(700, 10), 20)  # a pass after the unknown policy, which publishes its count
     endless = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
     body = {"rid": "gone", "input_ids": cases.filler(100, 11), "sampling_params": endless}
     client = Thread(target=requests.post, args=(server.url + "/generate",), kwargs={"json": body})
     client.start()
-    while client.is_alive():  # until it has come, there is nothing to abort
+    while client.is_alive():  # before it has arrived, there is nothing to abort
         requests.post(server.url + "/abort_request", json={"rid": body["rid"]}, timeout=PATIENCE_S)
         client.join(0.2)
 
@@ -63,7 +64,7 @@ def test_every_metric_of_a_query_is_there(server: Server) -> None:
     load(server)
     text = requests.get(server.url + "/metrics", timeout=PATIENCE_S).text
     server.assert_clean()
-    # Of what has happened there are samples; of what has not (a device), at least the family.
+    # Events that happened have samples; others (a device) at least have the family.
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     samples = {line.partition("{")[0].partition(" ")[0] for line in text.splitlines() if line and line[0] != "#"}
     there = samples | families | {f"{name}_total" for name in families}
@@ -78,7 +79,7 @@ def test_every_metric_of_a_query_is_there(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def prometheus(server: Server, logs: Path) -> Iterator[str]:
-    """The address of a Prometheus that scrapes the server every second and has the alerts."""
+    """Address of a Prometheus that scrapes the server every second and evaluates the alerts."""
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed; Debian has it in the package prometheus")
     scrape = {"job_name": "fluxion", "static_configs": [{"targets": [server.url.removeprefix("http://")]}]}
@@ -97,7 +98,7 @@ def prometheus(server: Server, logs: Path) -> Iterator[str]:
 
 @contextmanager
 def served(command: list[str], ready: str, log: Path) -> Iterator[None]:
-    """A program that listens, from when it is ready until the end of the block."""
+    """Run a listening program until the end of the block; enter when it is ready."""
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
@@ -130,14 +131,14 @@ def ask(url: str, path: str, **parameters: str) -> Any:
 
 
 def states(url: str) -> dict[str, str]:
-    """Of the alerts, by their names; every rule has been evaluated without an error."""
+    """States of the alerts by name; every rule has been evaluated without an error."""
     rules = [rule for group in ask(url, "rules")["groups"] for rule in group["rules"]]
     assert {rule["health"] for rule in rules} <= {"ok", "unknown"}, rules
     return {rule["name"]: rule["state"] for rule in rules if rule["health"] == "ok"}
 
 
 def test_prometheus_fills_the_dashboard(server: Server, prometheus: str) -> None:
-    """Each query of a panel, its variables set as Grafana does, finds something; without a device, all but that one."""
+    """Each query of a panel, with variables set as in Grafana, finds something, except those of a device."""
     until(lambda: bool(ask(prometheus, "query", query="fluxion_host_pool_tokens")["result"]), "nothing was scraped")
     load(server)
     dashboard = json.loads(queries.DASHBOARD.read_text())
@@ -164,7 +165,7 @@ def set_as_grafana_does(query: str, instance: str) -> str:
 
 
 def test_grafana_takes_the_dashboard(server: Server, prometheus: str, logs: Path) -> None:
-    """It keeps every panel, and its own proxy to Prometheus answers the query of the variable."""
+    """Grafana keeps every panel, and its proxy to Prometheus answers the query of the variable."""
     home = Path("/usr/share/grafana")
     if shutil.which("grafana") is None or not home.is_dir():
         pytest.skip("Grafana is not installed: Debian and PyPI do not have it; its own packages bring `grafana`")
@@ -188,7 +189,7 @@ def test_grafana_takes_the_dashboard(server: Server, prometheus: str, logs: Path
 
 
 def test_prometheus_sees_the_server_end(server: Server, prometheus: str) -> None:
-    """Every alert is evaluated; the one that has to come begins with the end of the server. It comes after a minute."""
+    """Every alert is evaluated; FluxionDown is pending once the server ends, and fires a minute later."""
     until(lambda: len(states(prometheus)) == len(queries.alerts()), "not every alert was evaluated")
     assert states(prometheus)["FluxionDown"] == "inactive"
     server.stop()
@@ -196,7 +197,7 @@ def test_prometheus_sees_the_server_end(server: Server, prometheus: str) -> None
 
 
 def server_values(text: str) -> dict[str, float]:
-    """Sums over labels."""
+    """Values of samples, summed over labels."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         if line and not line.startswith("#"):

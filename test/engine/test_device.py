@@ -1,8 +1,8 @@
-"""A real SGLang server whose passes run on the simulated device: what the GPU side does, on a CPU.
+"""A real SGLang server whose passes run on the simulated device: the GPU code, on a CPU.
 
-One server, under pressure: mixed chunks, a host pool that holds few of the prompts, a request retracted every third
-step that has more than one, one pass that fails and, later, one whose CPU half keeps the device waiting too long. The
-server's policy reads everything, so tokens are those of plain SGLang all the same. SGLang's leak check stays on.
+One server runs under pressure: mixed chunks, a host pool for few of the prompts, and a request retracted in every third
+step with more than one. One pass fails, and later one whose CPU half exceeds the device's wait. The server's policy
+reads everything, so tokens equal those of plain SGLang. SGLang's leak check stays on.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from test_exact import PASSES, assert_same, check_group, check_pressure
 ALL = cases.all_cases()
 CHUNK, POOL = 256, 6400
 FAULT = 20
-"""The decode step of the first request that fails."""
+"""Decode step of the first request that fails."""
 TIMEOUT_S = 8
 
 
 @pytest.fixture(scope="module")
 def failed() -> list[Completion]:
-    """The answer of the request that failed."""
+    """Holds the answer of the request that failed."""
     return []
 
 
@@ -46,7 +46,7 @@ def server(reference: dict[str, Completion], logs: Path, failed: list[Completion
         failed.append(server.generate(*ALL["length-2000"]))
         yield server
         server.assert_idle()
-        # Two passes failed because a test wanted it.
+        # Two passes failed on purpose.
         assert len(re.findall("the pass failed, and", server.log())) <= 2
         assert "Scheduler hit an exception" not in server.log()
 
@@ -60,7 +60,7 @@ def test_a_pass_that_fails_ends_its_request_and_no_other(
 ) -> None:
     assert "injected fault" in str(failed[0].finish), failed[0].finish
     ids, new = ALL["length-2000"]
-    # Of what was decoded before the fault nothing is in the tree.
+    # Tokens decoded before the fault are not in the tree.
     conversation = ids + reference["length-2000"].tokens
     assert server.generate(conversation, 1).cached <= len(ids)
     assert_same(server.generate(ids, new), reference["length-2000"])
@@ -108,7 +108,7 @@ def test_abort(server: Server, reference: dict[str, Completion], when: str) -> N
 
 @pytest.mark.full
 def test_requests_of_many_policies_at_once(server: Server, reference: dict[str, Completion]) -> None:
-    """Those that read everything, by one name or another, answer as plain SGLang; the others read less."""
+    """Policies that read everything answer as plain SGLang; the others read less."""
     server.flush()
     ids, new = ALL["length-2000"]
     before = server.metrics()

@@ -1,9 +1,9 @@
-"""Every policy on a device, as it is on the CPU: two servers of the bundled model with the flag, one of them on the
-simulated device, and the same requests for both.
+"""Every policy on a device as on the CPU: two servers of the bundled model with the flag, one of them on the simulated
+device, get the same requests.
 
-Float32 greedy tokens are the same. Plans rest on what the device says of the residents, and differ by its rounding at
-most: of every decode step the audits of both say how much was read, and how far each head was from exact. The host
-pools hold three of the prompts, and a request is retracted in every third step that has more than one.
+Greedy tokens in float32 are equal. Plans use the device's features of the residents and differ at most by its rounding.
+The audits of both servers hold, for every decode step, the tokens read and each head's error. The host pools hold three
+of the prompts, and a request is retracted in every third step with more than one.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ class Audited:
     offset: int = 0
 
     def ask(self, ids: list[int], spec: str | None) -> tuple[Completion, np.ndarray]:
-        """An answer, and the records of its steps: a layer after the other, by length."""
+        """An answer, and the audit records of its steps, by length and then layer."""
         got = ask(self.server, ids, spec)
         arrays, self.offset = audit.read(self.log, self.offset)
         records = np.concatenate(arrays)
-        # SGLang may run a step more than it needs, whose token it throws away.
+        # SGLang may run one step too many, and discards its token.
         records = records[records["length"] < len(ids) + NEW]
         return got, records[np.lexsort((records["layer"], records["length"]))]
 
     def skip(self) -> None:
-        """Leave out what was recorded up to now."""
+        """Skip the records so far."""
         self.offset = audit.read(self.log, self.offset)[1]
 
 
 @pytest.fixture(scope="module")
 def both(logs: Path) -> Iterator[list[Audited]]:
-    """On the CPU, and on the device."""
+    """A server on the CPU and one on the device."""
     with ExitStack() as stack:
         servers = []
         for name, env in (("cpu", {}), ("device", {"FLUXION_DEVICE": "sim"})):
@@ -86,8 +86,8 @@ def both(logs: Path) -> Iterator[list[Audited]]:
 
 
 def check_alike(got: tuple[Completion, np.ndarray], want: tuple[Completion, np.ndarray], spec: str | None) -> None:
-    """Tokens are the same. Where rounding moved a budget over the next block, or one token before another, a record
-    differs: two of a request's 44 at most."""
+    """Tokens are equal. At most two of a request's 44 records differ, because rounding can move a budget past a block
+    boundary or swap two tokens."""
     assert got[0].tokens == want[0].tokens and len(want[0].tokens) == NEW
     assert got[0].cached == want[0].cached
     records, others = got[1], want[1]
@@ -120,7 +120,7 @@ def test_prefill_radix_hit_and_appended_turn(both: list[Audited], spec: str | No
     want, got = (one.ask(other, spec) for one in both)
     check_alike(got, want, spec)
     assert got[0].cached >= 1400
-    # The next turn, on what is left of the first.
+    # The next turn, which reuses the tree.
     turn = first + want[0].tokens + cases.filler(200, 9)
     want, got = (one.ask(turn, spec) for one in both)
     check_alike(got, want, spec)
@@ -151,7 +151,7 @@ def test_something_was_evicted(both: list[Audited]) -> None:
 
 
 class TestTensorParallel:
-    """Two ranks: windows, mailbox, layer server and host pool are each one's own."""
+    """Two ranks, each with its own windows, mailbox, layer server and host pool."""
 
     @pytest.fixture(scope="class")
     def server(self, logs: Path) -> Iterator[Server]:

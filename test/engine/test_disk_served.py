@@ -1,4 +1,4 @@
-"""KV in files: a server that was killed has its prompts again, with the same answers, and nothing that is corrupt."""
+"""KV in files: after a kill, a server finds its prompts again, with the same answers, and rejects corrupt files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def counted(server: Server, name: str) -> float:
 
 
 def settled(folder: Path) -> int:
-    """Files once nothing more is written: how many."""
+    """Number of files, once writing has stopped."""
     count = -1
     while (now := len(pages(folder))) != count:
         count = now
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def before(folder: Path, logs: Path) -> dict[str, Completion]:
-    """The answers of a server that was killed."""
+    """Answers of a server that is then killed."""
     with start(folder, logs / "before.log") as server:
         answers = {policy: ask(server, PROMPT, policy) for policy in ("full", *SPARSE)}
         answers["other"] = ask(server, OTHER)
@@ -68,7 +68,7 @@ def before(folder: Path, logs: Path) -> dict[str, Completion]:
 
 @pytest.fixture(scope="module")
 def server(before: dict[str, Completion], folder: Path, logs: Path) -> Iterator[Server]:
-    # Two of the prompts do not fit in together.
+    # The pool cannot hold two of the prompts.
     with start(folder, logs / "after.log", host_tokens=6400) as server:
         yield server
         server.assert_clean()
@@ -111,7 +111,7 @@ def test_a_corrupt_file_is_computed_again(server: Server, before: dict[str, Comp
         data[len(data) // 2] ^= 4
         path.write_bytes(data)
     refused = counted(server, "refused")
-    server.flush()  # and this process forgets which files it has seen
+    server.flush()  # this process also forgets which files it has seen
     answer = ask(server, PROMPT)
     assert answer.cached == 0 and answer.tokens == before["full"].tokens
     assert counted(server, "refused") > refused and "is not what was written; it is computed again" in server.log()
@@ -123,7 +123,7 @@ def test_a_corrupt_file_is_computed_again(server: Server, before: dict[str, Comp
 
 
 def test_two_ranks(logs: Path, tmp_path: Path) -> None:
-    """Each has files of its own heads; what only one of them has is computed again by both."""
+    """Each rank has files of its own heads; KV that only one of them has is computed again by both."""
     answers = []
     for life in range(2):
         server = Server(

@@ -1,4 +1,4 @@
-"""The commands and programs of the pages that need a server: each runs as it stands, but for the server's address."""
+"""Commands and programs of the pages that need a server run unchanged, except for the server's address."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.full
 
 ADDRESS = "localhost:30000"
 PROMPT = needle_prompt(1024, 4, seed=3).text(0)
-"""What stands for the "..." of the pages."""
+"""Replaces the "..." of the pages."""
 
 CURL = [line for block in blocks("sh") for line in lines(block) if ADDRESS in line]
 CLIENTS = [block for block in blocks("python") if ADDRESS in block.text]
@@ -36,7 +36,7 @@ def name(block: Block) -> str:
 @pytest.fixture(scope="module")
 def server(logs: Path) -> Iterator[Server]:
     with Server("--enable-cache-report", log=logs / "docs.log") as running:
-        running.generate(needle_prompt(1024, 4, seed=3).token_ids(0), 2)  # so that counters have something to count
+        running.generate(needle_prompt(1024, 4, seed=3).token_ids(0), 2)  # so that counters are not zero
         yield running
         running.assert_clean()
 
@@ -87,7 +87,7 @@ def test_client_programs(server: Server, block: Block, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("block", ENGINES, ids=name)
 def test_engine_programs(block: Block, tmp_path: Path) -> None:
-    """With sizes for a small machine, which the pages leave to the reader."""
+    """Programs run with sizes for a small machine, which the pages leave to the reader."""
     text = with_prompt(block.text)
     text = re.sub(r'model_path="[^"]+"', f"model_path={NEEDLE!r}", text)
     sizes = 'device="cpu", max_running_requests=4, max_total_tokens=20000, log_level="error", '
@@ -104,7 +104,7 @@ def test_a_wrong_policy_is_answered_as_the_security_page_says(server: Server) ->
 
 
 def test_salts_keep_prefixes_apart(server: Server) -> None:
-    """The security page: prompts with different `cache_salt` share nothing, with the same one they do."""
+    """Security page: prompts with different `cache_salt` share nothing; with the same salt they do."""
 
     def cached(salt: str) -> int:
         body = {"model": "default", "prompt": PROMPT + " w1", "max_tokens": 2, "cache_salt": salt}

@@ -1,6 +1,6 @@
-"""NGRAM speculative decoding with the flag: the tokens of plain SGLang without it, and less passes.
+"""NGRAM speculative decoding with the flag: tokens equal those of plain SGLang without it, in fewer passes.
 
-Plain SGLang's worker needs libcuda, so there is no plain SGLang with it to compare with on a CPU.
+Plain SGLang's worker needs libcuda, so plain SGLang with NGRAM is no reference on a CPU.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NGRAM = ("--speculative-algorithm", "NGRAM")
 
 
 def steps(got: Completion) -> int:
-    """Verify passes that a request took."""
+    """Verify passes of a request."""
     return int(got.raw["meta_info"]["spec_verify_ct"])
 
 
 class TestDrafts(Shared):
-    """A pool that holds everything; the bundled model has a predictor, so the server's policy is sparse by default."""
+    """A pool that holds everything. The bundled model has a predictor, so the server's default policy is sparse."""
 
     @pytest.fixture(scope="class")
     def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
@@ -45,7 +45,7 @@ class TestDrafts(Shared):
 
     @pytest.mark.parametrize("length", [50, 300, 2000, 5000])
     def test_lengths(self, server: Server, reference: Reference, length: int) -> None:
-        """Twice: the second time, the cache has the n-grams of the first answer, and drafts are longer."""
+        """Ask twice: the second time the cache has the n-grams of the first answer, and drafts are longer."""
         ids, new = ALL[f"length-{length}"]
         first, second = (server.generate(ids, new) for _ in range(2))
         assert_same(first, reference[f"length-{length}"])
@@ -58,7 +58,7 @@ class TestDrafts(Shared):
         assert_same(server.generate(ids, new, "streaming"), reference["length-2000"])
 
     def test_sampling(self, server: Server) -> None:
-        """top_k of one is greedy whatever the temperature; without it, such a temperature says anything."""
+        """top_k of one is greedy at any temperature; without it, this temperature gives arbitrary tokens."""
         ids, new = ALL["length-300"]
         greedy = server.generate(ids, new)
         params = {"temperature": 20.0, "max_new_tokens": new, "ignore_eos": True}
@@ -73,7 +73,7 @@ class TestDrafts(Shared):
         assert_same(server.generate(ids, new), reference["length-300"])
 
     def test_the_pool_is_sound(self, server: Server) -> None:
-        """After all drafts that came and went, every token and every metadata entry is what was written."""
+        """After all accepted and rejected drafts, every token and metadata entry is what was written."""
         server.assert_sound()
 
     def test_the_pool_keeps_no_sketches_which_no_draft_reads(self, server: Server) -> None:

@@ -1,4 +1,4 @@
-"""In full mode the flag changes nothing that a client can see: float32 greedy tokens equal plain SGLang's.
+"""With policy `full`, clients see no difference: greedy tokens in float32 equal plain SGLang's.
 
 SGLang's strict idle leak check stays on in every server; `assert_clean` fails on what it reports.
 """
@@ -18,11 +18,11 @@ from server import PLUGINS, Completion, Server
 Reference = dict[str, Completion]
 ALL = cases.all_cases()
 PASSES = {"prefill": r"Prefill batch.*#pending-token: [1-9]", "decode": "Decode batch"}
-"""What a log says in the middle of a prompt, and of an answer."""
+"""Log lines in the middle of a prompt and of an answer."""
 
 
 def assert_same(got: Completion, want: Completion) -> None:
-    """Tokens identical; log probabilities as close as float32 in another order of summation can be."""
+    """Tokens are identical; log probabilities agree up to float32 summation order."""
     assert got.tokens == want.tokens, got.finish
     assert max(abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True)) < 1e-3
 
@@ -32,14 +32,14 @@ def group(name: str) -> list[str]:
 
 
 def check_group(server: Server, reference: Reference, name: str) -> None:
-    """All requests of a group at once: tokens equal the reference's."""
+    """Send all requests of a group at once; tokens equal the reference's."""
     names = group(name)
     for case, got in zip(names, server.generate_many([ALL[case] for case in names]), strict=True):
         assert_same(got, reference[case])
 
 
 def check_pressure(server: Server, reference: Reference) -> None:
-    """Groups that need more than the pool, while SGLang retracts requests as if it had to."""
+    """Groups exceed the pool, while SGLang also retracts requests on its own."""
     for _ in range(2):
         check_group(server, reference, "crowd")
         check_group(server, reference, "relatives")
@@ -47,12 +47,12 @@ def check_pressure(server: Server, reference: Reference) -> None:
 
 
 class Shared:
-    """Prefixes that requests have in common, on a server that holds all of them."""
+    """Requests with common prefixes, on a server that holds all of them."""
 
     def test_eight_at_once_with_shared_prefixes(self, server: Server, reference: Reference) -> None:
         server.flush()
         check_group(server, reference, "family")
-        # Once more, now that every prefix is in the tree and rows were rebound to its pages.
+        # Repeat, with every prefix in the tree and rows rebound to its pages.
         check_group(server, reference, "family")
 
     def test_second_turn(self, server: Server, reference: Reference) -> None:
@@ -66,9 +66,8 @@ class Shared:
 
 
 class TestTheFlagAlone(Shared):
-    """A model without a predictor, whose server has the flag and no policy: chunks of 1,024 tokens, the overlap
-    scheduler on (SGLang's default), a pool that holds everything, processes that SGLang spawns.
-    """
+    """A model without a predictor; the server has the flag and no policy: chunks of 1,024 tokens, overlap scheduler
+    (SGLang's default), a pool that holds everything, processes that SGLang spawns."""
 
     @pytest.fixture(scope="class")
     def server(self, reference: Reference, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -111,7 +110,7 @@ class TestTheFlagAlone(Shared):
         server.flush()
         ids, new = ALL["length-5000"]
         server.generate(ids, 1)
-        # Other requests take the row, so nothing of the prefix is left on the device.
+        # Other requests take the row, so nothing of the prefix stays on the device.
         server.generate_many([(cases.prompt(400, 300 + i), 4) for i in range(8)])
         got = server.generate(ids, new)
         assert got.cached >= 4900
@@ -148,9 +147,8 @@ class TestTheFlagAlone(Shared):
 
 @pytest.mark.full
 class TestUnchunked:
-    """A whole prompt in one extend; nothing of it has a place on the device but its sinks and window. PyTorch computes
-    the model's layers.
-    """
+    """A whole prompt in one extend; only its sinks and window have a place on the device. PyTorch computes the model's
+    layers."""
 
     @pytest.fixture(scope="class")
     def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
@@ -179,7 +177,7 @@ class TestUnchunked:
 
 @pytest.mark.full
 class TestPressure:
-    """A host pool of 2,400 tokens, forced retractions and mixed chunks: eviction and retraction all the time."""
+    """A host pool of 2,400 tokens, forced retractions and mixed chunks: constant eviction and retraction."""
 
     @pytest.fixture(scope="class")
     def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
@@ -204,7 +202,7 @@ class TestPressure:
 
 @pytest.mark.full
 class TestFailure:
-    """The 26th decode step fails: its request gets an error, nothing of it is kept, the server goes on."""
+    """The 26th decode step fails: its request gets an error, its decoded tokens are dropped, the server continues."""
 
     @pytest.fixture(scope="class")
     def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
@@ -219,8 +217,8 @@ class TestFailure:
         ids, new = ALL["length-2000"]
         failed = server.generate(ids, new)
         assert "injected fault" in str(failed.finish), failed.finish
-        # The prompt, prefilled before the fault, is rightly in the tree; had the 25 decoded tokens been kept, the hit
-        # would be a page longer.
+        # The prompt was prefilled before the fault and may be in the tree. With the 25 decoded tokens, the hit would be
+        # a page longer.
         conversation = ids + reference["length-2000"].tokens
         assert server.generate(conversation, 1).cached <= len(ids), "something of the failed pass is in the tree"
         for _ in range(2):

@@ -21,7 +21,7 @@ NEW = 64
 
 @pytest.fixture(scope="module")
 def server(logs: Path):  # type: ignore[no-untyped-def]
-    # Two processes, each with one of the groups.
+    # Two processes with one group each.
     with Server(
         "--tp", "2", fluxion='{"policy": "fixed:16:0.2", "workers": 1}',
         env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, log=logs / "explain.log",
@@ -36,7 +36,7 @@ def explain(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def settled(server: Server, processes: int) -> Reading:
-    """The counters once those by layer have caught up with the others."""
+    """The counters, once those by layer have caught up with the others."""
     for _ in range(50):
         reading = read_server(serving.Server(server.url))
         if reading.values["fluxion_decode_steps_total"] * LAYERS * processes == reading.values["fluxion_layers_total"]:
@@ -63,8 +63,8 @@ def test_totals_agree_with_the_other_counters(
     groups = reading.labelled["fluxion_group_read_bytes_total"]
     assert groups.keys() == {(str(layer), str(group)) for layer in range(LAYERS) for group in range(GROUPS)}
     assert min(groups.values()) > 0 and len(set(groups.values())) > GROUPS
-    # What all steps read and could have read: the sample's share of the middle is theirs.
-    per_token = 2 * 64 * 4 / 4  # bytes of K and V of a KV head in float32, by query head
+    # Tokens read and readable in all steps; the sample must show the same share of the middle.
+    per_token = 2 * 64 * 4 / 4  # bytes of K and V of a KV head in float32, per query head
     everything = values["fluxion_middle_tokens_total"] * per_token
     tiles = values["fluxion_tile_bytes_total"] + values["fluxion_shared_tile_bytes_total"]
     assert share == pytest.approx(tiles / everything, rel=0.05)

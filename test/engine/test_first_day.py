@@ -1,5 +1,5 @@
-"""What a server meets on its first day: a proxy in the environment, `sglang serve`, a key, the profiler; and
-a start that the scheduler's process refuses."""
+"""Conditions of a server's first day: a proxy in the environment, `sglang serve`, an API key, the profiler; and a start
+that the scheduler's process refuses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BROKEN = "http://127.0.0.1:1"
 
 @pytest.fixture(scope="module")
 def url(logs: Path) -> Iterator[str]:
-    """A server that warms itself up, as it does unless told otherwise."""
+    """A server that warms itself up, which is the default."""
     url, log = f"http://127.0.0.1:{(port := free_port())}", logs / "first_day.log"
     command = [*SERVE, *SMALL, "--port", str(port), "--api-key", KEY, "--enable-metrics"]
     command += ["--context-length", "512", "--fluxion-config", '{"host_tokens": 8192}']
@@ -81,7 +81,7 @@ def test_the_profiler(url: str, logs: Path) -> None:
 
 
 def test_what_the_scheduler_refuses_is_one_line(tmp_path: Path) -> None:
-    """The weights say whose predictor it is, so this one is refused after they are loaded."""
+    """The predictor names other weights, so it is refused after the weights are loaded."""
     shutil.copytree(Path(NEEDLE) / "fluxion", tmp_path / "predictor")
     file = tmp_path / "predictor" / "predictor.json"
     document = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""A GGUF file: a server answers as transformers does with the weights that the file has."""
+"""A server with a GGUF file answers as transformers does with the weights of the file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TestAServer:
             server.assert_clean()
 
     def test_its_tokens_are_those_of_the_files_weights(self, server: Server, want: list[list[int]]) -> None:
-        """In float32: one after the other, and together."""
+        """In float32, in sequence and together."""
         assert [server.generate(ids, count).tokens for ids, count in QUESTIONS] == want
         server.flush()
         assert [done.tokens for done in server.generate_many(QUESTIONS)] == want

@@ -1,4 +1,4 @@
-"""Hostile and careless clients on a real server: what each is told, and that nobody else notices."""
+"""Hostile and careless clients on a real server: what each is told, and that other requests are unaffected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ask(server: Server, ids: list[int], spec: str | None = None, new: int = 8, *
 
 
 def refusal(server: Server, status: int, **body: Any) -> str:
-    """The sentence of a refused request, after which the server answers others as before."""
+    """The message of a refused request; afterwards the server answers others as before."""
     want = ask(server, PROMPT[:50]).tokens
     answer = requests.post(server.url + "/generate", json=body, timeout=PATIENCE_S)
     assert answer.status_code == status, answer.text
@@ -84,7 +84,7 @@ def test_wishes_that_cannot_be_recorded(server: Server, wishes: Any) -> None:
 
 
 def test_full_is_full_after_a_sparse_answer(server: Server) -> None:
-    """The next turn under `full` builds on the prompt alone, and answers as if nobody had been sparse before."""
+    """The next turn under `full` reuses the prompt only, and answers as without an earlier sparse answer."""
     server.flush()
     answer = ask(server, PROMPT, new=40).tokens
     conversation = PROMPT + answer + TURN
@@ -94,7 +94,7 @@ def test_full_is_full_after_a_sparse_answer(server: Server) -> None:
     fresh = ask(server, conversation, "full")
     assert fresh.cached == 0 and fresh.tokens == again.tokens
     assert again.logprobs == pytest.approx(fresh.logprobs, abs=1e-4)
-    # What `full` decodes is exact, and anybody's.
+    # Tokens decoded under `full` are exact, so every policy may reuse them.
     more = ask(server, conversation + fresh.tokens + TURN)
     assert more.cached >= len(conversation) - 16 + len(fresh.tokens) - 1
 

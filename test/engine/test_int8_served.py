@@ -1,6 +1,6 @@
-"""A server whose host pool stores KV in 8 bits: the bundled model still answers its questions, whatever happens to
-its prefixes. `full` is exact given what is stored, so who finds a prefix in the cache reads what who wrote it read.
-"""
+"""A server whose host pool stores KV in 8 bits: the bundled model still answers its questions, also under eviction and
+retraction. `full` is exact with respect to the stored KV, so a cache hit reads the same KV as the request that wrote
+it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.full
 
 
 def asked(length: int, count: int, seed: int = 0) -> list[tuple[list[int], list[int]]]:
-    """Prompts of one document with their right answers."""
+    """Prompts about one document with their right answers."""
     prompt = needle_prompt(length, 16, seed)
     return [([*prompt.document, *q.token_ids], list(q.answer_ids)) for q in prompt.questions[:count]]
 
 
 def answers(server: Server, questions: list[tuple[list[int], list[int]]]) -> list[Completion]:
-    """All at once, each as many tokens as the right answer has."""
+    """Ask all at once, each for as many tokens as the right answer has."""
     return server.generate_many([(ids, len(answer)) for ids, answer in questions])
 
 
@@ -45,7 +45,7 @@ class TestAServer:
 
     def test_less_memory_holds_as_many_tokens(self, server: Server) -> None:
         line = re.search(r"Fluxion: host pool of (\d+) tokens, ([\d.]+) GiB", server.log())
-        # In bfloat16 it takes 0.18 GiB: 4 layers of 2 heads of 64.
+        # In bfloat16 the pool takes 0.18 GiB: 4 layers of 2 heads of 64.
         assert line and line[1] == "65536" and float(line[2]) < 0.14
 
     @pytest.mark.parametrize("length", [600, 4000])
@@ -53,7 +53,7 @@ class TestAServer:
         questions = asked(length, 8)
         server.flush()
         assert wrong(answers(server, questions), questions) <= 1  # the model itself may miss one
-        # And once more, the whole document from the cache.
+        # Repeat, with the whole document from the cache.
         again = answers(server, questions)
         assert min(done.cached for done in again) > length - 100
         assert wrong(again, questions) <= 1
@@ -70,7 +70,7 @@ class TestAServer:
 
 
 class TestPressure:
-    """A host pool of 2,400 tokens, forced retractions: prefixes are evicted, requests begin again from the tree."""
+    """A host pool of 2,400 tokens with forced retractions: prefixes are evicted, and requests restart from the tree."""
 
     @pytest.fixture(scope="class")
     def server(self, logs: Path) -> Iterator[Server]:

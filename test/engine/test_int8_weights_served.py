@@ -1,4 +1,4 @@
-"""--quantization fluxion-int8: a server answers as one whose checkpoint has the rounded weights."""
+"""--quantization fluxion-int8: a server answers like one whose checkpoint has the rounded weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model(logs: Path) -> str:
 
 @pytest.fixture(scope="module")
 def twin(model: str, logs: Path) -> str:
-    """The checkpoint with the weights that are left when they are rounded to 8 bits, and a head of its own."""
+    """The checkpoint with weights after rounding to 8 bits, and an untied head."""
     folder = logs / "tiny-model-rounded"
     shutil.copytree(model, folder)
     weights = load_file(folder / "model.safetensors")
@@ -53,7 +53,7 @@ class TestAServer:
             server.assert_clean()
 
     def test_its_tokens_are_those_of_rounded_weights(self, server: Server, twin: str, logs: Path) -> None:
-        """In float32: one after the other, together, and with prefixes from the cache."""
+        """In float32: in sequence, together, and with prefixes from the cache."""
         with Server(*FLAGS, model=twin, fluxion="", log=logs / "int8-weights-twin.log") as other:
             want = [other.generate(ids, count).tokens for ids, count in QUESTIONS]
         assert [server.generate(ids, count).tokens for ids, count in QUESTIONS] == want

@@ -43,7 +43,7 @@ class TestKits(AbortAllMixin, KLDivergenceMixin, unittest.TestCase):
     def server(self, request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
         kit = request.cls
         kit.model = tiny_model.build(logs / "tiny-model")
-        # The kit would fetch its prompts from a hub; it looks for them in this cache first.
+        # The kit fetches its prompts from a hub unless they are in this cache.
         key = f"{kit.model}_{kl_test_utils.DEFAULT_PROMPT_TOKENS}_{kl_test_utils.DEFAULT_NUM_SAMPLES}"
         kl_test_utils._cached_input_ids[key] = [cases.filler(1500 + 200 * i, 800 + i) for i in range(8)]
         with Server(

@@ -1,4 +1,5 @@
-"""The default policy through the server: the bundled predictor, everything without one, and what requests may ask."""
+"""The default policy through the server: the bundled predictor, full attention without one, and policies of
+requests."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class TestDefault:
 
     @pytest.fixture(scope="class")
     def server(self, logs: Path) -> Iterator[Server]:
-        # Measured, so that requests may ask for yardsticks.
+        # With an audit, so that requests may use yardsticks.
         config = f'{{"host_tokens": 40000, "audit": "{logs / "learned.npy"}"}}'
         with Server("--chunked-prefill-size", "1024", fluxion=config, log=logs / "learned.log") as server:
             yield server
@@ -32,7 +33,7 @@ class TestDefault:
         assert 0 < share < 0.4
 
     def test_policies_run_side_by_side(self, server: Server) -> None:
-        """One batch with every policy that is learned or measured, over one document."""
+        """One batch with every learned or measured policy, over one document."""
         document = needle_prompt(3000, 6, seed=9)
         specs = ["full", "anchor", "anchor:0.02", "labels:0.05", "score95", "output10", "labels:output10", None]
 
@@ -45,12 +46,12 @@ class TestDefault:
 
         with ThreadPoolExecutor(len(specs)) as pool:
             right = list(pool.map(right_under, enumerate(specs)))
-        # Anchors decide for a whole answer by one query: how good they are is for the quality benchmark to say.
+        # An anchor decides for a whole answer by one query; the quality benchmark measures how well.
         found = dict(zip(specs, right, strict=True))
         assert found["full"] and found["labels:0.05"] and found[None], found
 
     def test_a_long_answer_and_a_second_turn(self, server: Server) -> None:
-        """Decoding moves the window over hundreds of tokens; the turn after it has an anchor of its own."""
+        """Decoding moves the window over hundreds of tokens; the next turn has a new anchor."""
         document = needle_prompt(2500, 4, seed=2)
         first = document.token_ids(0)
         told = server.generate(first, 400)

@@ -1,10 +1,10 @@
 """Every policy through the life of requests on a real server: abort, retract, evict, share, append, flush.
 
-One server, under pressure: its host pool holds a few of the prompts, and SGLang retracts a request of every third step
-that has more than one. A sparse request that was retracted itself may answer otherwise, because what it had decoded is
-prefilled again, exactly. So each test disturbs others and asks afterwards: the answer is the one that the policy gives
-with the server to itself. SGLang's leak check stays on. The server's own policy, and one of the requests', is of
-another package: the worked example of docs/extend.md.
+One server runs under pressure: its host pool holds a few of the prompts, and SGLang retracts a request in every third
+step with more than one. A sparse request that is itself retracted may answer differently, because its decoded tokens
+are prefilled again, exactly. Each test therefore disturbs others and asks afterwards: the answer equals the policy's
+answer on an empty server. SGLang's leak check stays on. The server's own policy, and one of the requests' policies,
+comes from another package, the worked example of docs/extend.md.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ TURN = cases.filler(150, 73)
 OTHERS = [cases.filler(700, 80 + i) for i in range(4)]
 FOREIGN = "taper:0.3:0.05:8"
 MECHANISMS = ("fluxion", "lfps", "sketch", FOREIGN)
-"""The quick tests' policies: one decides by features, one by tables of a prefill, one by sketches of keys, and one is
-another package's code."""
+"""Policies of the quick tests: one decides by features, one by tables of a prefill, one by sketches of keys, and one is
+code of another package."""
 policies = pytest.mark.parametrize(
     "spec",
     [spec if spec in MECHANISMS else pytest.param(spec, marks=pytest.mark.full) for spec in [*examples(), FOREIGN]],
@@ -47,26 +47,26 @@ policies = pytest.mark.parametrize(
 
 
 def answers(got: Completion, want: list[int], spec: str) -> bool:
-    """Whether an answer is what it has to be. A policy that looks at several queries of a prefill (`lfps`) sees fewer
-    of a prompt that is in the tree: there it has to answer, and may answer otherwise."""
+    """Whether an answer is right. After a cache hit, a policy that uses several queries of a prefill (`lfps`) sees
+    fewer of them; then any answer of full length counts."""
     if got.cached and spec.startswith("lfps"):
         return len(got.tokens) == NEW
     return got.tokens == want
 
 
 class Asker:
-    """The server, and what it answered when it had nothing else to do."""
+    """The server, and its answers when idle."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
         self.fresh: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
     def ask(self, ids: list[int], spec: str | None, new: int = NEW, **extra: Any) -> Completion:
-        """spec: None: the server's policy."""
+        """spec: policy; None: the server's."""
         return self.server.generate(ids, new, spec, **extra)
 
     def alone(self, ids: list[int], spec: str) -> list[int]:
-        """The answer of an empty server. Empties it."""
+        """The answer of an empty server; this empties it."""
         key = (spec, tuple(ids))
         if key not in self.fresh:
             self.server.flush()
@@ -84,7 +84,7 @@ def asker(logs: Path) -> Iterator[Asker]:
         "host_tokens": POOL,
         "sketches": True,
         "canary": 1.0,
-        "audit": str(logs / "life-cycle.npy"),  # an audited server takes yardsticks, too
+        "audit": str(logs / "life-cycle.npy"),  # an audited server accepts yardsticks too
     }
     foreign = policy_example.install(logs / "taper")
     with Server(
@@ -118,7 +118,7 @@ def test_answers_after_retraction_and_eviction_are_the_same(asker: Asker, spec: 
 
 @policies
 def test_a_shared_beginning_changes_no_answer(asker: Asker, spec: str) -> None:
-    """A prompt that begins like another finds it in the tree, while that one is decoded and after it."""
+    """A prompt with a shared prefix finds it in the tree, during the decode of the other prompt and afterwards."""
     want, relative = asker.alone(PROMPT, spec), asker.alone(RELATIVE, spec)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda ids: asker.ask(ids, spec), [PROMPT, RELATIVE]))
@@ -129,7 +129,7 @@ def test_a_shared_beginning_changes_no_answer(asker: Asker, spec: str) -> None:
 
 @policies
 def test_the_next_turn_answers_as_from_nothing(asker: Asker, spec: str) -> None:
-    """The next turn of a conversation, on what is left of the last one."""
+    """The next turn of a conversation reuses the tree."""
     turn = PROMPT + asker.alone(PROMPT, spec) + TURN
     want = asker.alone(turn, spec)
     asker.server.flush()
@@ -154,7 +154,7 @@ def test_an_answer_fills_the_context(asker: Asker, short: int) -> None:
 
 
 def test_the_servers_policy(asker: Asker) -> None:
-    """Requests without a policy of their own follow the server's; here under the same arguments spelled out."""
+    """Requests without a policy follow the server's; its arguments spelled out give the same answer."""
     want = asker.alone(PROMPT, "taper:0.5:0.05:64")
     assert want not in (asker.alone(PROMPT, "full"), asker.alone(PROMPT, FOREIGN))
     asker.server.flush()
@@ -162,7 +162,7 @@ def test_the_servers_policy(asker: Asker) -> None:
 
 
 def test_the_predictor_decides(asker: Asker) -> None:
-    """Some groups stream and make no task, others read some of the middle."""
+    """Some groups stream and have no task; others read a part of the middle."""
     before = asker.server.metrics()
     asker.alone(PROMPT[::-1], "fluxion")
     after = asker.server.metrics()
@@ -172,7 +172,7 @@ def test_the_predictor_decides(asker: Asker) -> None:
 
 
 def test_the_predictor_decides_by_what_it_sees() -> None:
-    """Heads that differ as those of the tiny model do stream, or have budgets of all sizes in blocks of every size."""
+    """Heads that vary as in the tiny model either stream, or have budgets of all sizes in blocks of every size."""
     found = tiny_predictor.predictor()
     mean, std = found.network.mean, found.network.std
     heads = mean + std * torch.randn(400, len(mean), generator=torch.Generator().manual_seed(0))

@@ -1,5 +1,5 @@
-"""Policies that requests bring along, through the server: one batch mixes them, a wrong one harms nobody else, and the
-audit file says what each of them read."""
+"""Policies of requests through the server: one batch mixes them, an illegal one fails only its own request, and the
+audit file records what each read."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class TestOwnPolicies:
 
     @pytest.fixture(scope="class")
     def alone(self, server: Server, prompt: list[int]) -> dict[str | None, list[int]]:
-        """What each policy answers when it has the server to itself."""
+        """The answer of each policy on an otherwise idle server."""
         return {spec: ask(server, prompt, spec).tokens for spec in SPECS}
 
     def test_policies_differ_and_agree_as_they_should(self, alone: dict[str | None, list[int]]) -> None:
         assert all(len(tokens) == NEW for tokens in alone.values())
         assert alone["oracle:1"] == alone["fixed:64:1"] == alone["hgca:0"] == alone[None]
-        # The first token is the prefill's, which is exact under every policy.
+        # The first token comes from the prefill, which is exact under every policy.
         assert {tokens[0] for tokens in alone.values()} == {alone[None][0]}
         assert alone["streaming"] != alone[None]
 
@@ -90,7 +90,7 @@ class TestOwnPolicies:
         self, server: Server, prompt: list[int], alone: dict[str | None, list[int]], wrong: Any
     ) -> None:
         specs = [None, wrong, "streaming", "oracle:0.05"]
-        # Another document: the refused request's prefill is a chunked one of its own.
+        # Another document, so that the refused request has a chunked prefill of its own.
         others = cases.filler(LENGTH, 6)
         got = ask_together(server, [(others if spec == wrong else prompt, spec) for spec in specs])
         for spec, completion in zip(specs, got, strict=True):
@@ -118,7 +118,7 @@ class TestOwnPolicies:
 
     def test_not_even_its_first_token_is(self, server: Server, prompt: list[int]) -> None:
         """The first decoded token completes a page. With overlap scheduling it is decoded before the prompt is in the
-        tree, and may be the last one by length or by surprise."""
+        tree, and may be the last one by length or by a stop token."""
         head = prompt[:799]
         (first, *_) = answer = ask(server, head, None, 3).tokens
         ends: list[dict[str, Any]] = [sampling("streaming", new) for new in (1, 2, 3)]
@@ -159,7 +159,7 @@ class TestOwnPolicies:
         fractions = {}
         for spec in SPECS:
             mine = records[records["policy"] == (spec or "full").encode()]
-            # One decode step a token but the first; SGLang may run one more that it throws away.
+            # One decode step for each token but the first; SGLang may run one more and discard it.
             assert NEW - 1 <= len(mine[mine["layer"] == 0]) <= NEW + 1
             assert len(mine[mine["layer"] == 0]) == len(mine[mine["layer"] == 1])
             assert sorted(set(mine["length"]))[: NEW - 1] == list(range(LENGTH + 1, LENGTH + NEW))
@@ -181,7 +181,7 @@ class TestOwnPolicies:
 
 
 class TestTensorParallel:
-    """Two ranks: both find the same policies, and both end the same requests."""
+    """Two ranks agree on the policies, and both end the same requests."""
 
     @pytest.fixture(scope="class")
     def server(self, logs: Path) -> Iterator[Server]:

@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The result file, and what the program printed."""
+    """The result file, and the output of the program."""
     script = folder / "program.py"
     script.write_text(SCRIPT)
     done = forked.run(str(script), str(MODEL), str(folder / "out.json"))
@@ -100,11 +100,12 @@ def test_every_policy_is_measured_against_full(served: tuple[dict[str, Any], dic
 
 
 def test_forced_decoding_gives_the_logprobs_of_a_prefill(served: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """The last tokens of a prompt, one decode step each under full attention, and in SGLang's prefill; float32."""
+    """Log probabilities of a prompt's last tokens: by decode steps under full attention, and by SGLang's prefill;
+    float32."""
     found = served[1]
     assert len(found["forced"]) == 12
     assert np.allclose(found["forced"], found["prefill"], atol=2e-4)
-    # The first is of the exact prefill under every policy.
+    # The first comes from the exact prefill under every policy.
     assert found["sparse"][0] == pytest.approx(found["prefill"][0], abs=2e-4)
     assert not np.allclose(found["sparse"], found["prefill"], atol=1e-3)
 
@@ -133,7 +134,7 @@ def test_the_command_goes_on_from_the_file_and_has_nothing_to_do(
 def test_sglang_without_the_flag_gives_the_same_answers(
     served: tuple[dict[str, Any], dict[str, Any]], folder: Path
 ) -> None:
-    """The same samples in float32, `off` added to the finished file: only SGLang without the flag is started."""
+    """The same samples in float32, with `off` added to the finished file: only SGLang without the flag is started."""
     out = folder / "off.json"
     out.write_text(json.dumps(served[0]))
     words = ["bench", "quality", "--suite", "ruler", "--model", str(MODEL), "--out", str(out)]

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: a server answers as one whose checkpoint has the weights that they stand for."""
+"""Quantised checkpoints: a server answers like one whose checkpoint holds the dequantised weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[dict[str, Any], Any]] = {
 
 @pytest.fixture(scope="module")
 def model(logs: Path) -> str:
-    """The model, with a head of its own."""
+    """The model with an untied head."""
     folder = Path(tiny_model.build(logs / "tiny-model-quantised", kv_heads=2))
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
@@ -49,7 +49,7 @@ def write(folder: Path, weights: dict[str, torch.Tensor], config: dict[str, Any]
 
 
 def grids(model: str, kind: str) -> dict[str, packings.Grid]:
-    """Those weights of the model that a format of this kind has quantised."""
+    """The weights of the model that this format quantises."""
     bits, group = (8, -1) if kind == "w8a8" else (4, 64)
     return {
         name: packings.rounded(weight, bits, group, symmetric=True)
@@ -59,7 +59,7 @@ def grids(model: str, kind: str) -> dict[str, packings.Grid]:
 
 
 def checkpoint(model: str, kind: str, folder: Path, plain: bool = False) -> str:
-    """The model in a format, or with the weights that it stands for."""
+    """The model in a format, or with the dequantised weights."""
     shutil.copytree(model, folder)
     weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     quantisation, pack = KINDS[kind]
@@ -78,7 +78,7 @@ def answers(model: str, logs: Path) -> Callable[[str], list[list[int]]]:
         with Server(*FLAGS, model=path, fluxion=FULL, log=logs / f"{kind}-plain.log") as server:
             return [server.generate(ids, count).tokens for ids, count in QUESTIONS]
 
-    # Three formats stand for the same weights.
+    # Three formats represent the same weights.
     return lambda kind: of("awq" if kind in ("auto-round", "w4a16") else kind)
 
 
@@ -86,7 +86,7 @@ def answers(model: str, logs: Path) -> Callable[[str], list[list[int]]]:
 def test_tokens_are_those_of_plain_weights(
     kind: str, model: str, answers: Callable[[str], list[list[int]]], logs: Path
 ) -> None:
-    """In float32: one after the other, together, and after an update with the same weights."""
+    """In float32: in sequence, together, and after an update with the same weights."""
     path, want = checkpoint(model, kind, logs / kind), answers(kind)
     with Server(*FLAGS, model=path, fluxion=FULL, log=logs / f"{kind}.log") as server:
         assert [server.generate(ids, count).tokens for ids, count in QUESTIONS] == want

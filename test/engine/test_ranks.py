@@ -26,15 +26,15 @@ WAYS = {
     "tp2-pp2": ("--tp", "2", "--pp-size", "2"), "tp2-dp2": ("--tp", "2", "--dp-size", "2"),
     "two-nodes": ("--tp", "2", "--nnodes", "2"),
 }  # fmt: skip
-"""By name, what a server is told of its ranks."""
+"""Server flags for the ranks, by name."""
 
 LEARNED = cases.prompt(3000, 31), 24
-"""The prompt that the predictor decides for, and how many tokens answer it."""
+"""The prompt for the predictor, and the number of tokens of its answer."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The bundled model with a matrix of its own for logits: SGLang cannot divide the stages of one that shares it."""
+    """The bundled model with an untied head: SGLang cannot divide a model with tied embeddings into pipeline stages."""
     folder = tmp_path_factory.mktemp("untied") / "needle"
     shutil.copytree(NEEDLE, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -47,13 +47,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @contextmanager
 def serving(way: str, model: str, logs: Path, fluxion: str, **env: str) -> Iterator[Server]:
-    """The server that answers; where there is a second node, that runs beside it."""
+    """The server that answers; a second node, if any, runs beside it."""
     flags, address = WAYS[way], f"127.0.0.1:{free_port()}"
     nodes: list[Server] = []
     with ExitStack() as stack:
         for node in range(2 if "--nnodes" in flags else 1):
             words = (*flags, "--node-rank", str(node), "--dist-init-addr", address) if "--nnodes" in flags else flags
-            folder = logs / f"{way}-{node}"  # each node's temporary files, as each machine has its own
+            folder = logs / f"{way}-{node}"  # each node has its own temporary files, like separate machines
             folder.mkdir()
             server = Server(
                 "--chunked-prefill-size", "1024", "--mem-fraction-static", "0.7", *words,
@@ -71,14 +71,14 @@ def serving(way: str, model: str, logs: Path, fluxion: str, **env: str) -> Itera
 
 @pytest.fixture(scope="module")
 def learned(model: str, logs: Path) -> Completion:
-    """What one process answers under the bundled predictor."""
+    """Answer of a single process under the bundled predictor."""
     with Server("--chunked-prefill-size", "1024", model=model, log=logs / "one-process.log") as server:
         return server.generate(*LEARNED, "fluxion")
 
 
 @pytest.mark.parametrize("way", WAYS, scope="class")
 class TestRanks:
-    """The bare policy of the bundled model: its predictor's, of which every process has its layers and heads."""
+    """The default policy of the bundled model; every process has the predictor of its own layers and heads."""
 
     @pytest.fixture(scope="class")
     def server(self, way: str, reference: Reference, model: str, logs: Path) -> Iterator[Server]:
@@ -97,7 +97,7 @@ class TestRanks:
             assert_same(got, reference[name])
 
     def test_a_long_prompt_beside_others(self, server: Server, way: str, reference: Reference) -> None:
-        """Its passes are sized by a clock, and the clocks of ranks differ."""
+        """A clock determines the size of its passes, and the clocks of ranks differ."""
         server.flush()
         names = ["length-5000", "length-50", "length-300", "length-2000"]
         with ThreadPoolExecutor(len(names)) as pool:
@@ -120,7 +120,8 @@ class TestRanks:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_pass_that_fails_on_one_rank_ends_on_both(rank: int, reference: Reference, logs: Path) -> None:
-    """The 26th decode step fails on one rank: its request gets an error, nothing of it is kept, the server goes on."""
+    """The 26th decode step fails on one rank: its request gets an error, its tokens are dropped, the server
+    continues."""
     config = {"policy": f"faulty:26:{rank}", "host_tokens": 20000, "workers": 1}
     (logs / f"rank{rank}").mkdir()
     with serving("tp2", NEEDLE, logs / f"rank{rank}", json.dumps(config), PYTHONPATH=search_path(PLUGINS)) as server:
@@ -137,7 +138,7 @@ def test_a_pass_that_fails_on_one_rank_ends_on_both(rank: int, reference: Refere
 
 
 def test_a_request_that_ends_the_loop_of_both_ranks_ends_alone(reference: Reference, logs: Path) -> None:
-    """Its decode steps raise in SGLang's scheduler, where nothing names it; it runs beside others."""
+    """Its decode steps raise in SGLang's scheduler, where the traceback names no request; it runs beside others."""
     config = json.dumps({"host_tokens": 20000, "workers": 1})
     env = {"PYTHONPATH": search_path(PLUGINS), "FAULT_RANKS": "0,1"}
     (logs / "both").mkdir()
@@ -152,7 +153,7 @@ def test_a_request_that_ends_the_loop_of_both_ranks_ends_alone(reference: Refere
 
 
 def test_a_rank_that_fails_alone_ends_the_server(logs: Path) -> None:
-    """The other one waits in a collective, for which nothing will come."""
+    """The other rank waits in a collective that never completes."""
     config = json.dumps({"host_tokens": 20000, "workers": 1})
     env = {"PYTHONPATH": search_path(PLUGINS), "FAULT_RANKS": "1"}
     (logs / "alone").mkdir()

@@ -1,4 +1,4 @@
-"""SGLang's router in front of two servers: it finds the one that has a prompt's beginning, and lives on with one."""
+"""SGLang's router in front of two servers: it finds the server with a prompt's prefix, and survives the loss of one."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ LONG = 600
 
 @dataclass
 class Deployment:
-    """A router and what is behind it. url: the router's."""
+    """A router and its servers. url: the router's."""
 
     url: str
     servers: list[Server]
     log: Path
 
     def await_servers(self) -> None:
-        """Block until the router has found them: it is healthy before."""
+        """Block until the router has found the servers; it reports healthy earlier."""
         deadline = time.monotonic() + PATIENCE_S
         while requests.get(self.url + "/workers", timeout=PATIENCE_S).json()["total"] < len(self.servers):
             assert time.monotonic() < deadline, self.log.read_text()[-4000:]
             time.sleep(0.5)
 
     def ask(self, document: NeedlePrompt, question: int, new: int | None = None, **params: Any) -> Any:
-        """new: tokens of the answer; by default as many as the right one has."""
+        """new: tokens of the answer; by default the length of the right one."""
         new = new or len(document.questions[question].answer_ids)
         params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True, **params}
         body = {"text": document.text(question), "sampling_params": params}
@@ -54,7 +54,7 @@ class Deployment:
         return reply.json()
 
     def streams_to_its_end(self, document: NeedlePrompt, question: int, new: int) -> bool:
-        """Whether an answer that was begun is there to its end."""
+        """Whether the stream of an answer is complete."""
         params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
         body = {"text": document.text(question), "sampling_params": params, "stream": True}
         last = ""
@@ -75,7 +75,7 @@ def right(document: NeedlePrompt, question: int, answer: Any) -> bool:
 
 @contextmanager
 def deployed(folder: Path, router: list[str], fluxion: dict[str, Any] | None) -> Iterator[Deployment]:
-    """Two servers behind a router; fluxion: their options, None for plain SGLang's."""
+    """Two servers behind a router. fluxion: their options; None: plain SGLang."""
     folder.mkdir()
     with ExitStack() as stack:
         servers = [
@@ -112,10 +112,10 @@ def documents() -> list[NeedlePrompt]:
 def test_prompts_go_to_who_has_their_beginning_and_a_server_may_go(
     flag: bool, documents: list[NeedlePrompt], router: list[str], logs: Path
 ) -> None:
-    """With the flag as without: only the first question about a document is prefilled."""
+    """With and without the flag, only the first question about a document is prefilled."""
     folder = logs / ("router-flag" if flag else "router-plain")
     with deployed(folder, router, {} if flag else None) as deployment:
-        # The first ones at once: the router gives a new prompt to the server that has less to do.
+        # Send the first ones at once: the router gives a new prompt to the less busy server.
         with ThreadPoolExecutor(DOCUMENTS) as pool:
             answers = [list(pool.map(lambda document: deployment.ask(document, 0), documents))]
         answers += [[deployment.ask(document, number) for document in documents] for number in range(1, QUESTIONS)]
@@ -136,7 +136,7 @@ def test_prompts_go_to_who_has_their_beginning_and_a_server_may_go(
 
 
 def check_what_is_passed_on(deployment: Deployment, document: NeedlePrompt) -> None:
-    """An illegal policy ends its request where it arrives: the router passes it on in /v1/completions alone."""
+    """The server ends a request with an illegal policy. The router forwards the field only in /v1/completions."""
     illegal = {"fluxion_policy": "no such policy"}
     assert len(deployment.ask(document, 0, custom_params=illegal)["output_ids"]) > 0
     completion = {"model": "any", "prompt": document.text(0), "max_tokens": 2, "custom_params": illegal}
@@ -145,8 +145,8 @@ def check_what_is_passed_on(deployment: Deployment, document: NeedlePrompt) -> N
 
 
 def lose_one(deployment: Deployment, documents: list[NeedlePrompt]) -> None:
-    """A server is killed while it decodes: what it had is asked of the other, and so is what comes later; its streams
-    break off."""
+    """A server is killed while it decodes: its requests and later ones go to the other server; its streams break
+    off."""
     lost, other = deployment.servers
     since = len(lost.log())
     with ThreadPoolExecutor(2 * DOCUMENTS) as pool:
@@ -166,7 +166,7 @@ def lose_one(deployment: Deployment, documents: list[NeedlePrompt]) -> None:
 
 
 def test_servers_share_files(documents: list[NeedlePrompt], logs: Path, tmp_path: Path) -> None:
-    """Each reads what the other has computed."""
+    """Each server reads what the other computed."""
     config = json.dumps({"disk": str(tmp_path), "host_tokens": 30000, "workers": 1})
     with Server(fluxion=config, log=logs / "1.log") as first, Server(fluxion=config, log=logs / "2.log") as second:
         for writer, reader, document in ((first, second, documents[0]), (second, first, documents[1])):

@@ -20,7 +20,7 @@ DOCUMENT = 6_000
 
 
 class TestFixed:
-    """fixed(16, 0.25): enough for the bundled model at 4K with block ranking, and well short of everything."""
+    """fixed(16, 0.25): enough for the bundled model at 4K with block ranking, and well below full attention."""
 
     spec = "fixed:16:0.25"
     least, most = 0.25, 0.75  # own choice is a quarter; the union of four heads is at most three more
@@ -44,7 +44,7 @@ class TestFixed:
 
         @sgl.function
         def program(s: sgl.ProgramState, text: str, questions: list[str]) -> None:
-            # One generated word first: the document is in the tree by the time the branches ask for it.
+            # Generate one word first, so that the document is in the tree when the branches ask for it.
             s += text + " "
             s += sgl.gen("word", max_tokens=1, temperature=0, ignore_eos=True)
             branches = s.fork(len(questions))
@@ -73,12 +73,12 @@ class TestFixed:
 
 
 class TestSketch(TestFixed):
-    """sketch: as many answers right, a chunked prefill and shared pages included, and little read."""
+    """sketch: as many right answers, with chunked prefill and shared pages, and few reads."""
 
     spec, least, most = "sketch", 0.01, 0.3
 
     def test_requests_have_shares_of_their_own(self, server: Server) -> None:
-        """In one batch, with exact ones between them; a small share answers as full attention does."""
+        """Requests of one batch with different shares, and exact ones; a tiny share answers as full attention does."""
         ids = needle_prompt(4096, 1, seed=6).token_ids(0)
         specs = ["sketch:0.000001", "full", "sketch:0.5", None]
         with ThreadPoolExecutor(len(specs)) as pool:

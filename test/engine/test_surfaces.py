@@ -1,4 +1,4 @@
-"""The other ways into SGLang: sgl.Engine, sgl.Runtime, one_batch; and a start that has to fail."""
+"""Other entry points of SGLang: sgl.Engine, sgl.Runtime, one_batch; and a start that must fail."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(("surface", "policy", "least"), [("engine", "fixed:16:0.05", 4), ("runtime", "full", 8)])
 def test_programs(surface: str, policy: str, least: int, tmp_path: Path) -> None:
-    """sgl.Engine at the paper's baseline budget, sgl.Runtime exactly; right answers out of eight."""
+    """sgl.Engine at the paper's baseline budget, and sgl.Runtime with full attention; right answers out of eight."""
     script = tmp_path / "program.py"
     script.write_text(SCRIPT)
     done = forked.run(str(script), surface, NEEDLE, json.dumps({"policy": policy}))
@@ -65,7 +65,7 @@ def test_programs(surface: str, policy: str, least: int, tmp_path: Path) -> None
 
 
 def test_one_batch_computes_what_plain_sglang_computes(tmp_path: Path) -> None:
-    """SGLang's own --correctness-test: the same text with and without the flag."""
+    """SGLang's own --correctness-test gives the same text with and without the flag."""
     words = ["--model-path", NEEDLE, "--device", "cpu", "--dtype", "float32", "--correctness-test", "--cut-len", "2"]
     words += ["--max-total-tokens", "20000", "--max-running-requests", "8", "--output-len", "24"]
     prompts = tmp_path / "prompts.txt"

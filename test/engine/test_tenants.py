@@ -1,8 +1,8 @@
-"""Tenants of one server who give their requests a salt or a key of their own: with the same prompts they share nothing.
+"""Tenants of one server give their requests a salt or a key; with the same prompts they share nothing.
 
-What is shared goes by page: cached KV, its metadata, and the families of requests that are read together
-(`test/unit/native/test_families.py`). So nothing cached and no task done together means that no page was another
-tenant's. What policies remember goes by row; here requests of several tenants take one another's rows all the time.
+Sharing goes by page: cached KV, its metadata, and families of requests that are read together
+(`test/unit/native/test_families.py`). Without cache hits and shared tasks, no page belongs to another tenant. Memory of
+policies goes by row; here requests of several tenants constantly reuse one another's rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_another_key_shares_nothing_and_the_same_one_does(server: Server) -> Non
     answers = together(server, *tenants)
     assert [answer.cached for answer in answers] == [0, 0, 0, 0] and shared(server) == before
     assert len({tuple(answer.tokens) for answer in answers}) == 1 and len(answers[0].tokens) == NEW
-    # Each of them again: its own prefix is there, and still nobody is read together with another tenant.
+    # Repeat: each finds its own prefix, and no task reads two tenants together.
     again = together(server, *tenants)
     assert all(answer.cached > 1000 for answer in again) and shared(server) == before
     for tenant in tenants[0], tenants[2]:
@@ -60,7 +60,7 @@ def test_another_key_shares_nothing_and_the_same_one_does(server: Server) -> Non
 
 
 def test_rows_go_from_tenant_to_tenant(server: Server) -> None:
-    """An anchor is measured from a row's request. More tenants than rows, with other prompts between."""
+    """An anchor is measured for a row's request. There are more tenants than rows, with other prompts in between."""
     server.flush()
     want = server.generate(PROMPT, NEW).tokens
     other = server.generate(OTHER, NEW).tokens

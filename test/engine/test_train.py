@@ -28,7 +28,7 @@ PLACEMENT = Placement(sinks=16, window=32)
 class TestTrain:
     @pytest.fixture(scope="class")
     def words(self, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-        """The command. Of five sequences, the answer of five tokens is held out."""
+        """The command. One of the five sequences is held out for the test: the one with an answer of five tokens."""
         folder = tmp_path_factory.mktemp("train")
         ids = torch.arange(5)
         (held,) = ids[split_sequences(ids, 0).test].tolist()

@@ -1,7 +1,7 @@
-"""A prompt is prefilled by plain SGLang, its KV is sent, and a server with the flag decodes.
+"""Plain SGLang prefills a prompt and sends its KV; a server with the flag decodes.
 
-By mooncake over TCP, which needs no GPU and no RDMA. It is installed for these tests alone; they are skipped where it
-or libibverbs cannot be had.
+Mooncake transfers over TCP, without GPU and RDMA. It is installed for these tests only; they are skipped if it or
+libibverbs is unavailable.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ pytestmark = pytest.mark.full
 MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 ALL = cases.all_cases()
 CONTEXT = 8192
-"""Tokens of the longest request, and so of the landing zone."""
+"""Tokens of the longest request, and therefore of the landing zone."""
 POOL = 24576
 
 
 @pytest.fixture(scope="module")
 def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment in which servers find it."""
+    """Environment in which servers find mooncake."""
     folder = tmp_path_factory.mktemp("mooncake")
     uv = str(Path(sys.executable).with_name("uv"))
     command = [uv, "pip", "install", "--python", sys.executable, "--no-deps", "--target", str(folder), MOONCAKE]
@@ -58,7 +58,7 @@ def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
 
 @dataclass
 class Pair:
-    """A server that prefills and one that decodes."""
+    """A prefill server and a decode server."""
 
     prefill: Server
     decode: Server
@@ -73,7 +73,7 @@ class Pair:
         return {"input_ids": ids, "sampling_params": params, "return_logprob": True, **meeting, **more}
 
     def post(self, body: dict[str, Any]) -> requests.Response:
-        """The decode server's reply to a request that both have."""
+        """The decode server's reply to a request that both servers get."""
         with ThreadPoolExecutor(2) as pool:
             sent = [
                 pool.submit(requests.post, server.url + "/generate", json=body, timeout=PATIENCE_S)
@@ -95,7 +95,7 @@ class Pair:
 def paired(
     mooncake: dict[str, str], folder: Path, *words: str, both: tuple[str, ...] = (), **env: str
 ) -> Iterator[Pair]:
-    """words, env: what the decode server is told besides; both: what both servers are."""
+    """words, env: for the decode server only; both: flags of both servers."""
     folder.mkdir()
     port = free_port()
     config = {"policy": "full", "host_tokens": POOL, "sketches": True, "canary": 1.0}
@@ -140,7 +140,7 @@ def test_what_arrives_is_counted(pair: Pair) -> None:
 
 
 def test_many_at_once_wait_for_room(pair: Pair, reference: dict[str, Completion]) -> None:
-    """More tokens than the zone has."""
+    """Requests with more tokens in total than the landing zone holds."""
     names = ["length-5000", "length-2000", "length-300"] * 3
     with ThreadPoolExecutor(len(names)) as pool:
         answers = list(pool.map(lambda name: pair.generate(*ALL[name]), names))
@@ -157,7 +157,7 @@ def test_a_sparse_policy_answers(pair: Pair, policy: str) -> None:
 
 
 def test_what_is_retracted_goes_on_where_it_was(pair: Pair) -> None:
-    """No server would prefill it again: what it has decoded comes back as it was, into other pages."""
+    """No server would prefill it again: its decoded KV returns unchanged, into other pages."""
     prompts, new = [cases.filler(700, 80 + i) for i in range(4)], 120
     alone = [pair.generate(prompt, new) for prompt in prompts]
     before = len(pair.decode.log())
@@ -172,14 +172,14 @@ def test_what_is_aborted_in_line_holds_nobody_up(pair: Pair, reference: dict[str
     ids = ALL["length-5000"][0]
     bodies = {rid: pair.body(ids, 600, rid=rid) for rid in ("has the zone", "in line")}
     with ThreadPoolExecutor(3) as pool:
-        # The first is prefilled for a while; the second finds no room behind it.
+        # The first prefills for a while; the second waits for room behind it.
         sent = {rid: pool.submit(pair.post, body) for rid, body in bodies.items()}
         time.sleep(1)
         for server in (pair.prefill, pair.decode):
             requests.post(server.url + "/abort_request", json={"rid": "in line"}, timeout=PATIENCE_S).raise_for_status()
         start = time.monotonic()
         assert_same(pair.generate(*ALL["length-300"]), reference["length-300"])
-        assert time.monotonic() - start < 25, "it waited for an acknowledgement that nobody sends"
+        assert time.monotonic() - start < 25, "it waited for an acknowledgement that does not come"
         assert sent["in line"].result().json().get("object") == "error" or (
             sent["in line"].result().json()["meta_info"]["finish_reason"]["type"] == "abort"
         )
@@ -195,7 +195,7 @@ def test_a_prefill_server_that_is_not_there(pair: Pair, reference: dict[str, Com
 
 
 def test_the_pool_is_sound(pair: Pair) -> None:
-    """After all that arrived, was retracted and was aborted."""
+    """After everything that arrived, was retracted or was aborted."""
     body = pair.body(*ALL["length-50"])
     body["sampling_params"] |= {"custom_params": {"fluxion_check": True}}
     assert "output_ids" in pair.post(body).json()
@@ -203,8 +203,8 @@ def test_the_pool_is_sound(pair: Pair) -> None:
 
 
 def test_each_rank_gets_its_heads(mooncake: dict[str, str], reference: dict[str, Completion], logs: Path) -> None:
-    """Both servers have two ranks: where they are unlike, SGLang sends each token's heads apart, and mooncake's TCP has
-    no room for so many pieces."""
+    """Both servers have two ranks. If the numbers differ, SGLang sends each token's heads separately, which are too
+    many pieces for mooncake's TCP."""
     ranks, cores = ("--tp", "2", "--mem-fraction-static", "0.7"), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with paired(mooncake | cores, logs / "pair-tp2", both=ranks) as pair:
         for name in ("length-300", "length-5000"):
@@ -219,7 +219,7 @@ def test_each_rank_gets_its_heads(mooncake: dict[str, str], reference: dict[str,
 def test_what_the_decode_server_has_is_not_sent(
     mooncake: dict[str, str], reference: dict[str, Completion], logs: Path
 ) -> None:
-    """Its own radix cache: of prompts that begin with a document it knows, the rest arrives."""
+    """The decode server has its own radix cache: only the part of a prompt after a known prefix arrives."""
     with paired(mooncake, logs / "pair-radix", "--disaggregation-decode-enable-radix-cache") as pair:
         sent = []
         for name in ("family-0", "family-1", "family-4", "family-5", "family-0"):

@@ -1,4 +1,4 @@
-"""Two requests of one id, on two tokenizer processes that do not know of each other."""
+"""Two requests with the same id on two tokenizer processes, which do not know of each other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def server(logs: Path) -> Iterator[Server]:
 def post(server: Server, rid: str, seed: int) -> requests.Response:
     params = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
     body: dict[str, Any] = {"rid": rid, "input_ids": cases.filler(60, seed), "sampling_params": params}
-    with requests.Session() as session:  # a connection of its own, which either process may get
+    with requests.Session() as session:  # a separate connection, which either process may accept
         return session.post(server.url + "/generate", json=body, timeout=PATIENCE_S)
 
 

@@ -1,4 +1,4 @@
-"""A small random Llama with a byte tokenizer, for SGLang's own test kits: they speak text and draw ids below 32,000."""
+"""A small random Llama with a byte tokenizer, for SGLang's own test kits, which use text and ids below 32,000."""
 
 from __future__ import annotations
 

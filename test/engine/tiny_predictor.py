@@ -1,5 +1,5 @@
-"""A predictor for `tiny_model` that nobody trained, and that decides as a trained one does: by all features,
-anew for every step and head. Some heads stream, the others have budgets, and groups differ in their block size."""
+"""An untrained predictor for `tiny_model` that behaves like a trained one: it uses all features and decides anew for
+every step and head. Some heads stream, the others have budgets, and groups differ in block size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TYPICAL = {
     "anchor_budget_16": (0.7, 0.1), "anchor_budget_32": (0.7, 0.1), "anchor_budget_64": (0.8, 0.1),
     "anchor_budget_128": (0.9, 0.1), "o_resident_max": (2.9, 0.9), "anchor_o_resident_max": (2.5, 0.4),
 }  # fmt: skip
-"""Mean and standard deviation of every feature, as prompts of a thousand random tokens have them in the tiny model."""
+"""Mean and standard deviation of every feature for prompts of a thousand random tokens in the tiny model."""
 
 
 def predictor(tau: float | None = None) -> LoadedPredictor:
@@ -48,7 +48,7 @@ def predictor(tau: float | None = None) -> LoadedPredictor:
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             layer.bias.zero_()
         nn.init.orthogonal_(last.weight)
-        # bgt0, k and the streaming logit: by how much heads and steps differ, and from what.
+        # bgt0, k and the streaming logit: scales of their variation over heads and steps, and their centers.
         last.weight.mul_(torch.tensor([[0.1], [0.02], [1.0]]))
         last.bias.copy_(torch.tensor([0.2, 0.01, 0.0]))
         margins = 0.75 + torch.arange(2 * 4 * 4).view(2, 4, 4) % 3 / 4  # of layers and heads
@@ -56,7 +56,7 @@ def predictor(tau: float | None = None) -> LoadedPredictor:
 
 
 def build(folder: Path, model: str) -> str:
-    """Write it to `folder`, as one of the model in the folder `model` and of a server's default options."""
+    """Write the predictor to `folder`, for the model in the folder `model` and a server's default options."""
     served, options, found = LlamaForCausalLM.from_pretrained(model), FluxionConfig(), predictor()
     config = served.config
     identity = Identity(

@@ -1,7 +1,7 @@
 """Odd request bodies: one to three fields of a short legal body get values at or beyond their limits.
 
-Fields and their types are SGLang's own: the schemas of its HTTP application, and its `SamplingParams`. Values are legal
-ones, boundaries, or of another type. Body `index` of a seed depends on these two numbers alone.
+Fields and their types come from SGLang: the schemas of its HTTP application, and its `SamplingParams`. Values are legal
+ones, boundary values, or of another type. Body `index` of a seed depends only on these two numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from faults.wire import Call
 
 SESSION = "@session"
-"""Stands for the name of an open session."""
+"""Placeholder for the name of an open session."""
 
 VOCABULARY = 512
 Json = Any
@@ -92,7 +92,7 @@ HINTS: dict[str, list[Json]] = {
     "seed": [0, 1, -1, 2**63, 2**64, 2**70, 1.5],
     "sampling_seed": [0, 1, -1, 2**31, 2**63, 2**64],
 }  # fmt: skip
-"""Values that get deep, or are known to be trouble, by the name of a field wherever it is."""
+"""Values that reach deep code or are known to cause trouble, by field name."""
 
 COMPANIONS: dict[str, dict[str, Json]] = {
     "top_logprobs_num": {"return_logprob": True},
@@ -102,13 +102,13 @@ COMPANIONS: dict[str, dict[str, Json]] = {
     "tool_choice": {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]},
     "query_embed_overrides": {"embed_override_token_id": 300},
 }
-"""What makes a field count."""
+"""Fields without which the key has no effect."""
 
 SLOW = ("max_new_tokens", "max_tokens", "max_completion_tokens", "num_predict", "max_output_tokens")
-"""Fields that are seldom odd: a long answer is legal, and takes its time."""
+"""Fields that are rarely odd: a long answer is legal, and takes time."""
 
 KEPT = ("abort_all",)
-"""Fields that stay as they are: to end everybody's requests is what they are for."""
+"""Fields that keep their values: their purpose is to end all requests."""
 
 _WORDS = ["w1 w2 w3", "w5", "K k1 k2 v1 v2 v3 ; Q k1 k2", "w7 w9 w11 w13 w20 w31"]
 _MESSAGES = [{"role": "user", "content": "w1 w2"}]
@@ -116,7 +116,7 @@ _MESSAGES = [{"role": "user", "content": "w1 w2"}]
 
 @functools.cache
 def schemas() -> tuple[dict[str, Schema], dict[str, Schema]]:
-    """(schema of the body by path, definitions) of SGLang's HTTP application."""
+    """Body schemas by path, and definitions, of SGLang's HTTP application."""
     from sglang.srt.entrypoints.http_server import app
 
     with warnings.catch_warnings():
@@ -133,7 +133,8 @@ def schemas() -> tuple[dict[str, Schema], dict[str, Schema]]:
 
 @functools.cache
 def sampling_fields() -> dict[str, Schema]:
-    """Schemas of the fields of SGLang's SamplingParams, internal ones among them, and of those that its gate knows."""
+    """Schemas of the fields of SGLang's SamplingParams, including internal ones, and of the fields that its gate
+    accepts."""
     from pydantic import TypeAdapter
     from sglang.api.v1 import api_types
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -142,7 +143,7 @@ def sampling_fields() -> dict[str, Schema]:
     for name, hint in {**get_type_hints(api_types.SamplingParams), **get_type_hints(SamplingParams)}.items():
         try:
             found[name] = TypeAdapter(hint).json_schema()
-        except Exception:  # a type that has no schema takes anything
+        except Exception:  # a type without schema takes anything
             found[name] = {}
     return found
 
@@ -259,7 +260,7 @@ def _prompt(rng: Rng) -> dict[str, Json]:
 
 
 def _generate(rng: Rng, fields: dict[str, Schema]) -> dict[str, Json]:
-    """What /generate takes; most odd fields are among the sampling parameters."""
+    """A body for /generate; most odd fields are sampling parameters."""
     odd = rng.choice([1, 1, 1, 2, 2, 3])
     inner = sum(rng.random() < 0.6 for _ in range(odd))
     body = {**_prompt(rng), "sampling_params": _sampling(rng, inner)}
@@ -334,13 +335,13 @@ _SHAPES: dict[str, tuple[int, Callable[[Rng, dict[str, Schema]], dict[str, Json]
     "/abort_request": (1, _openai({"rid": "a", "abort_all": False}, "")),
     "/open_session": (1, _openai({"capacity_of_str_len": 1000}, "")),
 }
-"""By path: how many of a hundred bodies, roughly, and how they are made."""
+"""By path: approximate number among a hundred bodies, and how to make them."""
 
 ROUTES = tuple(_SHAPES)
 
 
 def call(seed: int, index: int, routes: tuple[str, ...] = ROUTES) -> Call:
-    """Body `index` of a seed, as a call. Some clients leave early."""
+    """Body `index` of a seed, as a call. Some clients hang up early."""
     rng = random.Random(f"{seed}:{index}")
     path = rng.choices(routes, [_SHAPES[route][0] for route in routes])[0]
     body = _SHAPES[path][1](rng, fields_of(path))

@@ -1,4 +1,4 @@
-"""A server in a process of its own, so that a test survives what ends it."""
+"""A server in a process of its own, so that tests survive its death."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from places import ROOT
 START_S = 600.0
 
 MOST_GIB = 8.0
-"""A server that grows beyond it is ended: it has two hundred megabytes of weights and KV."""
+"""A server that grows beyond this is ended; it has two hundred megabytes of weights and KV."""
 
 
 def resident_gib(pid: int | str = "self") -> float:
-    """What a process holds in memory; 0 of one that ended."""
+    """Resident memory of a process in GiB; 0 if it has ended."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError):
@@ -30,7 +30,7 @@ def resident_gib(pid: int | str = "self") -> float:
 
 
 def _serve(connection: Any, log: str, flags: tuple[str, ...], options: dict[str, Any]) -> None:
-    """The child's side: make a server, and call what the parent names with it."""
+    """The child's side: create a server, and call functions with it that the parent names."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -59,10 +59,10 @@ def _serve(connection: Any, log: str, flags: tuple[str, ...], options: dict[str,
 
 
 class Child:
-    """`InProcess` in a process of its own, which is started again after what it did not survive.
+    """`InProcess` in a process of its own, which is restarted after a call that it did not survive.
 
     Args:
-        flags, options: as of `InProcess`. log: the file of what it prints.
+        flags, options: see `InProcess`. log: file for its output.
     """
 
     def __init__(self, *flags: str, log: Path, env: dict[str, str] | None = None, **options: Any) -> None:
@@ -90,10 +90,11 @@ class Child:
         return {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **self._env}
 
     def run(self, function: Callable[..., Any], *args: Any, patience: float = 2 * PATIENCE_S) -> Any:
-        """`function(server, *args)` in the server's process; the function is named, so it is one of a module.
+        """`function(server, *args)` in the server's process; the function is pickled by name, so it belongs to a
+        module.
 
         Raises:
-            AssertionError: an assertion in the function failed, or the server did not survive it: the next call starts
+            AssertionError: an assertion in the function failed, or the server did not survive; the next call starts
                 another.
         """
         if self._process is None:

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: servers in processes of their own."""
+"""Fixtures of this folder: servers in processes of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Serve = Callable[..., Child]
 
 @pytest.fixture(scope="class")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """Starts servers of a class, with the canary on every page; they end with it."""
+    """Starts servers for a class, with the canary on every page; they end with the class."""
     folder = tmp_path_factory.mktemp("faults")
     with ExitStack() as stack:
 

@@ -1,12 +1,12 @@
-"""Send bodies that nobody would write to a server on which two neighbours stream, and look what becomes of everybody.
+"""Send malformed bodies to a server on which two neighbours stream, and check every request and the server.
 
     PYTHONPATH=test:. python -m faults --seed 1 --bodies 1000          # in one process, without sockets
     PYTHONPATH=test:. python -m faults --seed 1 --only 17              # one body of that again
     PYTHONPATH=test:. python -m faults --seed 1 --bodies 500 --url http://127.0.0.1:30000
 
-After each round of bodies the neighbours have the tokens that they get alone, each body has one answer, SGLang's idle
-check finds no leak, and the host pool holds what was written there. A seed chooses the server's options, too, where
---server does not. The exit status is 1 where something did not hold; the bodies are printed with their seed and index.
+After each round of bodies, the neighbours have the same tokens as alone, each body has one answer, SGLang's idle check
+finds no leak, and the host pool holds what was written there. A seed also chooses the server's options, unless --server
+does. The exit status is 1 if a check failed; the bodies are printed with seed and index.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ SERVERS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "embeds": (["--disable-radix-cache", "--context-length", "512"], {}),
     "drafts": (["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"], {}),
 }
-"""Flags and entries of --fluxion-config."""
+"""Flags, and entries of --fluxion-config."""
 
 POOL = 768
-"""Tokens of the host pool: a long answer is short, and prompts that do not fit are not long."""
+"""Tokens of the host pool: answers and prompts that exceed it are still short."""
 
 SESSION_ROUNDS = 16
 """Rounds until sessions are closed and others opened."""
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument("--only", type=int, nargs="+", metavar="INDEX", help="these bodies, in one round")
     words.add_argument("--server", choices=SERVERS, help="options of the server; without it the seed chooses")
     words.add_argument("--together", type=int, default=3, help="bodies of a round")
-    words.add_argument("--failures", type=int, default=5, help="stop after so many")
+    words.add_argument("--failures", type=int, default=5, help="stop after this number of failures")
     words.add_argument("--json", type=Path, help="a file for the summary")
     words.add_argument("--url", help="a running server; the bodies go there")
     return words
@@ -71,7 +71,7 @@ def rounds(args: argparse.Namespace) -> Iterator[list[int]]:
 
 
 class Tally:
-    """What came of it, and the lines that say so."""
+    """Counts of results, and lines that report them."""
 
     def __init__(self, seed: int, server: str) -> None:
         self.seed, self.server = seed, server
@@ -126,7 +126,7 @@ def open_sessions(server: InProcess) -> list[str]:
 
 
 def close_sessions(server: InProcess) -> None:
-    """All of them: bodies open some, too."""
+    """Close all sessions; bodies may open some too."""
     for name in list(server.scheduler.session_controller.sessions):
         server.close_session(name)
     server.idle_check()
@@ -137,7 +137,7 @@ def contained(server: InProcess) -> int:
 
 
 def contained_of(metrics: str) -> int:
-    """Failures that did not end the server, as its metrics count them."""
+    """Number of failures that the server survived, from its metrics."""
     lines = [line for line in metrics.splitlines() if line.startswith("fluxion_contained")]
     return int(sum(float(line.rpartition(" ")[2]) for line in lines))
 
@@ -192,12 +192,12 @@ async def _over_http(args: argparse.Namespace, tally: Tally) -> None:
 
     import httpx
 
-    # A connection for each request: one that a client has left is not for others.
+    # One connection per request: connections that a client abandoned are not reused.
     limits = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=args.url, timeout=PATIENCE_S, limits=limits, trust_env=False) as client:
 
         async def stream(which: int) -> list[int]:
-            """The tokens of a neighbour, which streams."""
+            """Tokens of a neighbour, which streams."""
             body = {**scenes.neighbour(which).body, "stream": True}
             last: dict[str, Any] = {}
             async with client.stream("POST", "/generate", json=body) as response:
@@ -216,7 +216,7 @@ async def _over_http(args: argparse.Namespace, tally: Tally) -> None:
                 request = client.request(call.method, call.path, content=content, headers=headers)
                 return (await asyncio.wait_for(request, leaves)).status_code
             except TimeoutError:
-                return 0  # this client has left
+                return 0  # this client hung up
             except httpx.HTTPError as error:
                 raise AssertionError(f"no whole answer from {call.path}: {type(error).__name__} {error}") from error
 
@@ -239,7 +239,7 @@ async def _over_http(args: argparse.Namespace, tally: Tally) -> None:
             if number % 50 == 0:
                 tally.report("\r" if sys.stdout.isatty() else "\n")
         tally.contained = contained_of((await client.get("/metrics", follow_redirects=True)).text) - before
-        await asyncio.sleep(3)  # whatever the clients left behind has ended by then
+        await asyncio.sleep(3)  # everything that clients left behind has ended by then
         health = await client.get("/health_generate")
         if health.status_code != 200:
             tally.failed([], [], AssertionError(f"/health_generate says {health.status_code}"))

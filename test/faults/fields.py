@@ -1,6 +1,6 @@
-"""What SGLang's clients may send: the paths of its HTTP application with their fields, and the fields of its requests.
+"""Inputs that SGLang's clients may send: paths of its HTTP application with their fields, and fields of its requests.
 
-PYTHONPATH=test:. python -m faults.fields    # note those of the installed version in fields.json
+PYTHONPATH=test:. python -m faults.fields    # record the fields of the installed version in fields.json
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 SNAPSHOT = Path(__file__).with_name("fields.json")
-"""Fields that have been looked at, by version of SGLang."""
+"""Fields that have been reviewed, by version of SGLang."""
 
 
 def version() -> str:
@@ -22,7 +22,7 @@ def version() -> str:
 
 
 def found() -> dict[str, list[str]]:
-    """The fields of the installed SGLang, by "METHOD /path" and by class."""
+    """Fields of the installed SGLang, by "METHOD /path" and by class."""
     import msgspec
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput

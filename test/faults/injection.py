@@ -1,7 +1,7 @@
-"""Faults put into SGLang's functions: a call that has to do with one request raises, before or after its work.
+"""Inject faults into SGLang's functions: a call that concerns one request raises, before or after its work.
 
-`injected` wraps a function where SGLang looks it up. The request is named to whoever reads the traceback, as a
-parameter of the function that raises, or it is not.
+`injected` wraps a function where SGLang looks it up. The traceback names the request, as a parameter of the function
+that raises, or it does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 GUILTY = "guilty"
-"""How the id of the guilty request begins."""
+"""Prefix of the guilty request's id."""
 
 MANAGERS = "sglang.srt.managers"
 COMPONENTS = f"{MANAGERS}.scheduler_components"
@@ -47,14 +47,14 @@ SITES: dict[str, tuple[str, ...]] = {
     "handle_batch_token_id_out": (f"{MANAGERS}.detokenizer_manager:DetokenizerManager._decode_batch_token_id_output",),
     "on_idle": (f"{MANAGERS}.scheduler:Scheduler.on_idle",),
 }
-"""Where SGLang looks each function up."""
+"""Places where SGLang looks up each function."""
 
 ANONYMOUS = ("on_idle",)
-"""Sites that have to do with no request."""
+"""Sites that concern no request."""
 
 
 class Injected(RuntimeError):
-    """What the wrapped function raises."""
+    """Raised by the wrapped function."""
 
 
 @dataclass
@@ -62,8 +62,8 @@ class Fault:
     """When a wrapped function raises.
 
     Args:
-        after: whether after its work. named: whether the traceback names the request. skip: calls that have to do with
-            the request and succeed. times: calls that fail.
+        after: raise after the work. named: the traceback names the request. skip: calls concerning the request that
+            succeed first. times: number of calls that fail.
     """
 
     after: bool
@@ -80,13 +80,13 @@ class Fault:
 
 
 def _fail(fault: Fault, batch: Any) -> None:
-    """SGLang's function would have had the batch as a parameter; the wrapper's own parameters do not say so."""
+    """Raise with the batch as a parameter, as in SGLang's function; the wrapper's own parameters do not show it."""
     fault.raised += 1
     raise Injected("injected")
 
 
 def _fail_for(fault: Fault, batch: Any, req: Any) -> None:
-    """The same, with the request as a parameter, too."""
+    """Raise with the request as a parameter too."""
     _fail(fault, batch)
 
 
@@ -101,9 +101,9 @@ def _guilty(value: Any) -> Any | None:
 
 
 def _concerned(arguments: tuple[Any, ...]) -> Any | None:
-    """The guilty request, if a call has to do with it: by its arguments, else by the batch that the callers work on.
+    """The guilty request, if a call concerns it: by its arguments, else by the batch in the callers' frames.
 
-    A message between processes is as good as the request."""
+    A message between processes counts like the request."""
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
     for value in arguments:

@@ -1,9 +1,9 @@
 """A server in one process: SGLang's HTTP application, tokenizer manager, scheduler and detokenizer, without sockets.
 
 Each part is SGLang's own and is called as its process calls it: a request enters the ASGI application, the scheduler
-runs `run_event_loop` (which calls `dispatch_event_loop`), the tokenizer manager runs `handle_loop`. What stands between
-the parts is `Pipe`, which holds the pickles that a socket would carry. The event loop of the scheduler is the clock:
-each time it polls for requests, the other parts do all they can do, and `_Stop` leaves it when every answer is there.
+runs `run_event_loop` (which calls `dispatch_event_loop`), and the tokenizer manager runs `handle_loop`. A `Pipe`
+between the parts holds the pickles that a socket would carry. The event loop of the scheduler is the clock: each time
+it polls for requests, the other parts do all available work. `_Stop` leaves the loop when every answer has arrived.
 
 `Child` (child.py) runs such a server in a process of its own.
 """
@@ -21,23 +21,23 @@ from faults.wire import Answer, Call, Client, Died, Door, Inbox, Ledger, Pipe, S
 from places import NEEDLE
 
 CHAT = str(Path(__file__).with_name("chat.jinja"))
-"""A chat template for the bundled model, which has none: without one SGLang refuses every chat."""
+"""A chat template for the bundled model, which has none; without one SGLang refuses every chat."""
 
 POOL = 4096
 """Tokens of the host pool."""
 
 PATIENCE_S = 60.0
-"""For all answers of one call of `together`."""
+"""Seconds for all answers of one call of `together`."""
 
 _QUIET_TURNS = 3
-"""Turns without anything to do that a run ends with: the scheduler's idle check has run."""
+"""A run ends after this many turns without work; the scheduler's idle check has run by then."""
 
 _LEAST_TURNS = 200
-"""Turns that a run takes at least until it counts as stuck: a loaded machine is no failure of the server."""
+"""Minimum turns before a run counts as stuck: a loaded machine is no failure of the server."""
 
 
 class _Stop(BaseException):
-    """Leaves the scheduler's loop: all answers are there, or there is an error for `together` to raise."""
+    """Leaves the scheduler's loop: all answers have arrived, or `together` has an error to raise."""
 
     def __init__(self, error: AssertionError | None = None) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _Stop(BaseException):
 
 
 def _pin_nothing() -> None:
-    """SGLang's adapters pin host memory, which PyTorch does for an accelerator alone; a CPU has no use for it."""
+    """SGLang's adapters pin host memory, which PyTorch supports only for accelerators; a CPU does not need it."""
     import torch
 
     def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +60,7 @@ class InProcess:
     """A server with the given command line flags.
 
     Args:
-        config: entries of --fluxion-config. fluxion: whether the flag is there at all.
+        config: entries of --fluxion-config. fluxion: whether the flag is set.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class InProcess:
         self.patience = patience
         self.canary = bool(config and config.get("canary"))
         self.alone: dict[int, Answer] = {}
-        """Neighbours' answers without anybody beside them (see `scenes`)."""
+        """Answers of the neighbours when they run alone (see `scenes`)."""
         self.ledger = Ledger()
         self.leaks: list[str] = []
         self.turns = 0
@@ -97,7 +97,7 @@ class InProcess:
         self._waiting: list[Client] = []
         self._deadline = 0.0
         self._first = self._quiet = 0
-        self.loop = asyncio.SelectorEventLoop()  # uvloop does not say what is ready
+        self.loop = asyncio.SelectorEventLoop()  # uvloop does not show which handles are ready
         asyncio.set_event_loop(self.loop)
         torch.set_grad_enabled(False)
         ports = PortArgs.init_new(self.args)
@@ -151,7 +151,7 @@ class InProcess:
                 self.recv_from_detokenizer = server.to_tokenizer
 
             def auto_create_handle_loop(self) -> None:
-                """It runs already, and this process keeps its signals."""
+                """The loop already runs, and this process keeps its signals."""
 
         self.manager = manager = Manager(self.args, ports, start_pd_bootstrap_service=False)
         manager.crash_dump_folder = None
@@ -181,7 +181,7 @@ class InProcess:
     # --- One run of the scheduler's loop.
 
     def together(self, calls: Sequence[Call], patience: float | None = None) -> list[Answer]:
-        """The answers to requests that are sent in one run of the loop, which ends when the server is idle.
+        """Send requests in one run of the loop, which ends when the server is idle; return their answers.
 
         Raises:
             Died: a loop ended. Stuck: an answer is missing after `patience` seconds.
@@ -202,7 +202,7 @@ class InProcess:
         return [client.answer for client in self._clients]
 
     def _turn(self) -> None:
-        """What the other processes do while the scheduler makes one pass."""
+        """The work of the other processes during one pass of the scheduler."""
         self.turns += 1
         now = self.turns - self._first
         for client in list(self._waiting):
@@ -237,7 +237,7 @@ class InProcess:
                 self.to_tokenizer.send_pyobj(output)
 
     def _pump(self) -> None:
-        """Run the asyncio loop until nothing in it is ready."""
+        """Run the asyncio loop until no handle is ready."""
         for _ in range(10_000):
             self.loop.call_soon(self.loop.stop)
             self.loop.run_forever()
@@ -266,10 +266,10 @@ class InProcess:
             f"{len(scheduler.grammar_manager.grammar_queue)} wait for a grammar"
         )
 
-    # --- What tests ask.
+    # --- Used by tests.
 
     def ask(self, body: Any = None, path: str = "/generate", **call: Any) -> Answer:
-        """The answer to one request, alone."""
+        """The answer to a single request."""
         return self.together([Call(body, path, **call)])[0]
 
     def open_session(self, **body: Any) -> str:
@@ -279,8 +279,8 @@ class InProcess:
         self.ask({"session_id": name}, "/close_session")
 
     def idle_check(self) -> None:
-        """Raise Spoiled unless nothing is lost: SGLang's own idle check finds no leak, no prefix is locked, each
-        request got one final answer, none is remembered, and the host pool holds what was written there (with the
+        """Raise Spoiled if something is lost: SGLang's idle check finds a leak, a prefix is locked, a request did not
+        get exactly one final answer or is still remembered, or the host pool differs from what was written (with the
         option canary)."""
         self.together([])
         leaks, self.leaks = self.leaks, []

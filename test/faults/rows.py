@@ -1,4 +1,4 @@
-"""Requests that are known to end an SGLang server, or to stop everybody else, and what each may be answered."""
+"""Requests known to end an SGLang server or to block all others, and the statuses that each may get."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from faults.wire import Call
 REFUSED = frozenset({400, 413, 422})
 FAILED = REFUSED | {500, 501, 503}
 ANSWERED = REFUSED | {200}
-"""Right either way: the value means something (a bound that is lowered), or it is refused."""
+"""Either is right: the value is accepted (a lowered bound), or it is refused."""
 FINE = frozenset({200})
 
 IDS = [1, *range(300, 309)]
@@ -85,7 +85,7 @@ def score(**extra: Any) -> Call:
 
 
 def routes(name: str, codes: frozenset[int], *calls: Call) -> list[Row]:
-    """One row of each call, named by its route."""
+    """One row per call, named by its route."""
     return [Row(f"{name} {call.path}", (call,), codes) for call in calls]
 
 
@@ -250,4 +250,4 @@ QUICK = {
     "a prompt of 4089", "n /generate", "n 3", "regex slow to accept", "logprobs of everything",
     "rid of the health check", "no JSON", "image_data for a language model",
 }  # fmt: skip
-"""Rows of `ROWS` that the quick tests have; the others are for --full."""
+"""Rows of `ROWS` in the quick tests; the others need --full."""

@@ -1,6 +1,6 @@
-"""Neighbours, and what must hold for them: whatever stands beside a request, its tokens are those it gets alone.
+"""Neighbours and their invariant: whatever runs beside a request, its tokens are the same as alone.
 
-The functions take an `InProcess`; a test calls them in the process of a server with `Child.run`.
+The functions take an `InProcess`; a test runs them in the server's process with `Child.run`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ LENGTH = 40
 """Tokens of a neighbour's prompt, and of its answer."""
 
 SEEDS = (2, 11, 21)
-"""Prompts of words whose answers have some thirty different tokens. The best token of each step is 0.04 nats before the
-next one, so rounding does not change it."""
+"""Seeds of prompts whose answers have about thirty different tokens. The best token of each step leads by 0.04 nats, so
+rounding does not change it."""
 
 CLOSE, COARSE = 2e-3, 0.2
-"""Nats by which a log probability may differ when another batch, or a second prefill, computes it; in bfloat16."""
+"""Tolerance of log probabilities in nats if another batch, or a second prefill, computes them; and in bfloat16."""
 
 
 def greedy(new: int = LENGTH) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def words(seed: int, length: int = LENGTH) -> list[int]:
 
 
 def neighbour(which: int, **extra: Any) -> Call:
-    """The first one streams, the second wants log probabilities, the third is plain."""
+    """The first neighbour streams, the second asks for log probabilities, the third is plain."""
     wishes: tuple[dict[str, Any], ...] = ({"stream": True}, {"return_logprob": True}, {})
     return Call({"input_ids": words(SEEDS[which]), "sampling_params": greedy(), **wishes[which], **extra})
 
@@ -48,7 +48,7 @@ def alone(server: InProcess, which: int) -> Answer:
 
 
 def assert_as_alone(server: InProcess, answers: Sequence[Answer]) -> None:
-    """Raises Spoiled where a neighbour got another answer than alone."""
+    """Raise Spoiled if a neighbour's answer differs from its answer alone."""
     for which, answer in enumerate(answers):
         want = server.alone[which]
         if not (answer.code == 200 and answer.whole and answer.tokens == want.tokens):
@@ -68,11 +68,11 @@ def assert_as_alone(server: InProcess, answers: Sequence[Answer]) -> None:
 def beside(
     server: InProcess, calls: Sequence[Call], neighbours: int = 2, check: bool = True, patience: float | None = None
 ) -> list[Answer]:
-    """The answers to `calls`, which are sent beside neighbours.
+    """Answers to `calls`, which are sent beside neighbours.
 
     Raises:
-        Spoiled: a neighbour's answer is not the one that it gets alone, or something is lost.
-        AssertionError: the answer to a call is cut.
+        Spoiled: a neighbour's answer differs from its answer alone, or something is lost.
+        AssertionError: the answer to a call is incomplete.
     """
     for which in range(neighbours):
         alone(server, which)
@@ -88,5 +88,5 @@ def beside(
 
 
 def running(call: Call, at: int = 5) -> Call:
-    """The same, sent when the neighbours decode."""
+    """The same call, sent while the neighbours decode."""
     return replace(call, at=call.at + at)

@@ -1,7 +1,7 @@
-"""Requests that are known to end an SGLang server, or to stop everybody else: each costs its sender alone.
+"""Requests known to end an SGLang server or to block all others affect only their own sender.
 
-Two neighbours, of which one streams, run beside each of them and get the tokens that they get alone; the request gets
-one answer; nothing is lost afterwards. Legal requests are answered as such.
+Two neighbours, one of them streaming, run beside each of them and get the same tokens as alone. The request gets one
+answer, and nothing is lost afterwards. Legal requests are answered normally.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from places import NEEDLE
 
 
 def assert_row(server: InProcess, calls: Sequence[Call], codes: frozenset[int]) -> None:
-    """At once with the neighbours, and while they decode."""
+    """Check the calls together with the neighbours, and while those decode."""
     for at in (0, 5):
         for answer in scenes.beside(server, [scenes.running(call, at) for call in calls], patience=PATIENCE_S):
             assert answer.code in codes, f"status {answer.code} {answer.message} {answer.error}"
@@ -55,7 +55,7 @@ class TestOneRequest:
 
 
 def compiles_nothing(server: InProcess) -> None:
-    """torch.compile needs a C++ compiler, and takes seconds in which nobody gets a token."""
+    """torch.compile needs a C++ compiler, and blocks all requests for seconds."""
     from torch._dynamo.utils import counters
 
     before = counters["stats"]["unique_graphs"]
@@ -186,7 +186,7 @@ def opened_oddly(server: InProcess, extra: dict[str, Any]) -> None:
 
 
 def refused_beside_running(server: InProcess) -> None:
-    """A turn runs, another is refused, a third comes: the first keeps its row."""
+    """A turn runs, another is refused, a third arrives: the first keeps its row."""
     session = server.open_session(streaming=True)
     sent(server, [turn(session, scenes.words(3))], FINE, check=False)
     calls = [
@@ -200,7 +200,7 @@ def refused_beside_running(server: InProcess) -> None:
 
 
 def as_many_as_rows(server: InProcess) -> None:
-    """Open sessions hold every row of the server: others are told so, or served, and none waits for ever."""
+    """Open sessions hold every row of the server: other requests are refused or served, and none waits for ever."""
     sessions = [server.open_session(streaming=True) for _ in range(server.scheduler.max_running_requests)]
     for session in sessions:
         answer = server.ask(turn(session, scenes.words(3)).body)
@@ -337,7 +337,7 @@ class TestOperators:
 
 
 def assert_call(server: InProcess, calls: Sequence[Call], codes: frozenset[int]) -> None:
-    """While neighbours run, and on an idle server."""
+    """Check the calls beside running neighbours, and on an idle server."""
     for at, neighbours in ((5, 2), (0, 0)):
         for answer in scenes.beside(
             server, [scenes.running(call, at) for call in calls], neighbours, patience=PATIENCE_S

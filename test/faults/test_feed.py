@@ -1,4 +1,4 @@
-"""`make fuzz-requests` finds nothing, and would find something."""
+"""`make fuzz-requests` finds nothing, and finds an injected error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_odd_bodies_cost_nobody_else(server: str, tmp_path: Path, monkeypatch: p
 
 
 def lose_a_token(server: InProcess, calls: list[Call]) -> list[int]:
-    """What `feed.play` does, with a neighbour whose answer is not the one that it gets alone."""
+    """`feed.play` with a corrupted expectation for one neighbour."""
     scenes.alone(server, 0).last["output_ids"][-1] ^= 1
     return feed.play(server, calls)
 

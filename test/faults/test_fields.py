@@ -1,4 +1,4 @@
-"""Every field that SGLang's clients may send has been looked at; and the bodies that are made of them."""
+"""Every field that SGLang's clients may send has been reviewed; and the bodies made from these fields."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from faults import bodies, fields
 
 
 def test_every_field_of_sglang_has_been_looked_at() -> None:
-    """A field that is new may need a bound (containment/bounds.py), and values in bodies.py."""
+    """A new field may need a bound (containment/bounds.py), and values in bodies.py."""
     noted, version, found = fields.noted(), fields.version(), fields.found()
     if version not in noted:
         pytest.fail(f"fields.json has SGLang {', '.join(noted)} and not {version}; see what is new, and note it with "

@@ -1,5 +1,5 @@
-"""Faults at the places where SGLang handles requests: whatever raises there, the guilty request gets one answer, its
-neighbours get the tokens that they get alone, and nothing is lost."""
+"""Faults where SGLang handles requests: whichever function raises, the guilty request gets one answer, its neighbours
+get the same tokens as alone, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from faults.wire import Call, Spoiled
 
 NEW = 12
 OFTEN = 10**6
-"""Times that a fault which does not go away raises."""
+"""Number of raises of a permanent fault."""
 
 
 _numbers = itertools.count()
 
 
 def guilty(**extra: Any) -> Call:
-    """Its tokens are chosen by a grammar, and it wants log probabilities: so it passes every site.
+    """The guilty request: a grammar chooses its tokens, and it asks for log probabilities, so it passes every site.
 
-    Its id is new: two seconds after a stream has ended, SGLang aborts whatever has the stream's id.
+    Its id is new: two seconds after the end of a stream, SGLang aborts any request with the stream's id.
     """
     params = {**scenes.greedy(NEW), "regex": "(w[0-9]+)+"}
     body = {
@@ -63,23 +63,23 @@ def scene(name: str, server: InProcess) -> tuple[int, Call]:
 
 
 def play(server: InProcess, site: str, name: str, after: bool, named: bool, skip: int, times: int) -> None:
-    """One case. The fault is in force while the guilty request and its neighbours run."""
+    """One case. The fault is active while the guilty request and its neighbours run."""
     for which in range(3):
         scenes.alone(server, which)
     if server.args.enable_unified_cache_external_linker:
-        server.flush()  # prompts come from files again
+        server.flush()  # the next prefill reads from files again
     neighbours, call = scene(name, server)
     fault = Fault(after, named, skip, times)
     try:
         with injected(site, fault):
             answer = scenes.beside(server, [call], neighbours, check=False)[0]
         assert answer.code in (200, 500), f"{answer.code} {answer.message}"
-        # A pass that sent the last output failed afterwards: the first failing one, or the only one of a trial.
+        # A pass may fail after it has sent the last output: the first failing pass, or the only one of a trial.
         late = after and fault.raised <= 2
         if times == OFTEN and fault.raised and site in DEADLY and not late:
             assert answer.code != 200, "it cannot have passed"
         if session := (call.body.get("session_params") or {}).get("id"):
-            # The session goes on, or says that it does not.
+            # The session continues, or reports that it does not.
             then = server.ask(
                 {"input_ids": [300], "sampling_params": scenes.greedy(2), "session_params": {"id": session}}
             )
@@ -96,7 +96,7 @@ DEADLY = (
     "prepare_for_extend", "from_schedule_batch", "forward_batch_generation", "sample", "init_next_round_input",
     "update_finish_state", "add_logprob_return_values", "process_batch_result", "add_one_req",
 )  # fmt: skip
-"""Sites that a request has to pass: if they fail each time, it cannot be answered."""
+"""Sites that every request passes: with a permanent fault, it cannot be answered."""
 
 CASES = [
     dict(zip(("after", "named", "skip", "times"), case, strict=True))
@@ -105,22 +105,22 @@ CASES = [
 
 
 def cases(site: str) -> list[dict[str, Any]]:
-    if site == "on_idle":  # no request will ever end a fault that comes back
+    if site == "on_idle":  # no request can end a recurring fault
         return [case for case in CASES if case["times"] == 1 and case["named"]]
-    if site == "calc_priority":  # a queue is only looked at while somebody waits
+    if site == "calc_priority":  # a queue is inspected only while a request waits in it
         return [case for case in CASES if not case["skip"]]
     return CASES
 
 
 def play_all(server: InProcess, site: str, name: str) -> None:
-    """As many of a site's cases as the effort allows."""
+    """Play as many of a site's cases as the effort allows."""
     found = cases(site)
     for case in random.Random(f"{site} {name}").sample(found, min(examples(len(found)), len(found))):
         play(server, site, name, **case)
 
 
 def sites(*names: str) -> list[Any]:
-    """Each site in each scene; a few of them in the quick tests."""
+    """Each site in each scene; the quick tests have a few of them."""
     return [
         pytest.param(site, name, id=f"{site}-{name}", marks=() if (site, name) in QUICK else pytest.mark.full)
         for site in SITES
@@ -171,7 +171,7 @@ class TestDrafts:
 
 @pytest.mark.full
 class TestDisk:
-    """KV that is read from files while others decode."""
+    """KV is read from files while others decode."""
 
     @pytest.fixture(scope="class")
     def server(self, serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Child:

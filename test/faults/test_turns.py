@@ -1,6 +1,6 @@
 """Prompts of all lengths at once: their order, and that it changes no tokens.
 
-A pass has a given number of tokens here: what happens does not depend on the machine's speed.
+Passes have a fixed number of tokens here, so that results do not depend on the machine's speed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def passes_of(server: InProcess, tokens: int) -> Iterator[None]:
 
 @contextmanager
 def watched(server: InProcess, size: int = 16) -> Iterator[list[tuple[str, dict[str, int]]]]:
-    """The passes, of `size` tokens of prompts each: their mode, and the tokens of each request."""
+    """The passes, with `size` prompt tokens each: their mode, and the tokens of each request."""
     passes: list[tuple[str, dict[str, int]]] = []
     run_batch = server.scheduler.run_batch
 
@@ -62,13 +62,13 @@ def watched(server: InProcess, size: int = 16) -> Iterator[list[tuple[str, dict[
 
 
 def finished(passes: Sequence[tuple[str, dict[str, int]]]) -> list[str]:
-    """Requests in the order in which their prompts were done: the first pass that gave them a token."""
+    """Requests in the order in which their prompts finished: the last pass with prompt tokens."""
     last = {rid: i for i, (mode, counts) in enumerate(passes) if mode != "DECODE" for rid, n in counts.items() if n > 1}
     return sorted(last, key=last.__getitem__)
 
 
 def all_lengths(server: InProcess) -> None:
-    """Long, short and medium prompts, that stream and do not, beside one that decodes."""
+    """Long, short and medium prompts, streaming or not, beside one that decodes."""
     sketch = "sketch" if server.args.speculative_algorithm is None else "full"  # drafts are verified without sketches
     bodies = [
         prompt(2, 40, 60, stream=True), prompt(1, 1300), prompt(3, 900, 12, policy="fixed:16:0.2", stream=True),
@@ -107,7 +107,7 @@ def a_medium_one_takes_the_place(server: InProcess) -> None:
 
 
 def those_in_one_order(server: InProcess) -> None:
-    """Prompts of a higher priority before all others, whatever their lengths."""
+    """Prompts of a higher priority come before all others, at any length."""
     with watched(server) as passes:
         server.together([
             Call(prompt(21, 900, rid="first", priority=1)), Call(prompt(22, 700, rid="urgent", priority=5), at=5),
@@ -119,7 +119,7 @@ def those_in_one_order(server: InProcess) -> None:
 
 
 def hang_up(server: InProcess) -> list[Answer]:
-    """The client of a long prompt leaves; what was computed of it is in the tree."""
+    """The client of a long prompt hangs up; the computed part is in the tree."""
     long = prompt(31, 3000, stream=True)
     with watched(server) as passes:
         answers = server.together([Call(long, hang_up=40), Call(prompt(32, 50), at=45)])
@@ -134,7 +134,7 @@ def hang_up(server: InProcess) -> list[Answer]:
 
 
 def no_room(server: InProcess) -> None:
-    """Prompts that fill the pool: one that waits for room is not starved by those that fit."""
+    """Prompts fill the pool: a prompt that waits for room is not starved by prompts that fit."""
     calls = [Call(prompt(40 + i, 1500, 30), at=i) for i in range(7)]
     calls += [Call(prompt(60, 6000, rid="large"), at=4)]
     calls += [Call(prompt(70 + i, 100, 40), at=10 + 60 * i) for i in range(30)]
@@ -147,8 +147,8 @@ def no_room(server: InProcess) -> None:
 
 
 def a_crowd_beside_a_long_one(server: InProcess) -> None:
-    """Short requests with long answers come while a prompt of three quarters of the pool is computed: they leave it the
-    room that its rest will need."""
+    """Short requests with long answers arrive while a prompt of three quarters of the pool is computed: they leave it
+    the room for its rest."""
     calls = [Call(prompt(80, 9000, rid="long"))]
     calls += [Call(prompt(100 + i, 150, 300), at=i) for i in range(90)]
     with watched(server, 256):
@@ -159,13 +159,13 @@ def a_crowd_beside_a_long_one(server: InProcess) -> None:
 
 
 def answers_that_take_the_room(server: InProcess) -> None:
-    """The answers of others get longer than SGLang reserved for them while a long prompt is computed."""
+    """Answers exceed SGLang's reservation while a long prompt is computed."""
     tracker = server.scheduler.new_token_ratio_tracker
     before = tracker.init, tracker.min, tracker.current
     tracker.init = tracker.min = tracker.current = 0.01
     bodies = [prompt(140 + i, 455, 300) for i in range(6)] + [prompt(148, 9000, 8)]
     for body in bodies:
-        body["sampling_params"]["ignore_eos"] = False  # of others SGLang reserves the whole answer
+        body["sampling_params"]["ignore_eos"] = False  # for other requests SGLang reserves the whole answer
     alone = [server.ask(body).tokens for body in bodies]
     server.flush()
     with watched(server, 256) as passes:
@@ -179,7 +179,7 @@ def answers_that_take_the_room(server: InProcess) -> None:
 
 
 def progress(server: InProcess) -> None:
-    """What was computed of a parked prompt is evicted for others; it advances all the same."""
+    """The computed part of a parked prompt is evicted for others; the prompt still advances."""
     calls = [Call(prompt(150, 9000, rid="long"))]
     calls += [Call(prompt(160 + i, 500, 900), at=20 + 150 * i) for i in range(18)]
     with watched(server, 256) as passes:
@@ -192,7 +192,7 @@ def progress(server: InProcess) -> None:
 
 
 def few_slots(server: InProcess) -> None:
-    """As many requests decode as may run, but one: the oldest prompt, which has that place, goes on."""
+    """All running slots but one decode: the oldest prompt, which has that slot, advances."""
     calls = [Call(prompt(200, 1600, rid="long"))]
     calls += [Call(prompt(210 + i, 40, 60), at=5 + 4 * i) for i in range(30)]
     with watched(server) as passes:
@@ -203,7 +203,7 @@ def few_slots(server: InProcess) -> None:
 
 
 def parked_and_counted(server: InProcess) -> None:
-    """What a parked prompt finds of itself in the radix tree was not cached before it came."""
+    """Tokens that a parked prompt finds of itself in the radix tree do not count as cached."""
     with watched(server):
         answers = server.together(
             [Call(prompt(250, 1600)), Call(prompt(251, 500), at=9), Call(prompt(252, 300), at=15)]
@@ -213,7 +213,7 @@ def parked_and_counted(server: InProcess) -> None:
 
 
 def grammars(server: InProcess) -> None:
-    """A prompt whose grammar has to be compiled has passes as small as others'."""
+    """A prompt whose grammar must be compiled has passes of the normal size."""
     asked = prompt(270, 900, 6, rid="asked")
     asked["sampling_params"]["regex"] = ".{1,9}"
     with watched(server) as passes:
@@ -247,7 +247,7 @@ class Cases:
 
 
 class TestOverlapped(Cases):
-    """SGLang's default: the result of a pass is looked at when the next one has begun."""
+    """SGLang's default: the result of a pass is processed after the next one has begun."""
 
     @pytest.mark.full
     def test_answers_take_the_room_of_a_long_prompt(self, server: Child) -> None:
@@ -269,7 +269,7 @@ class TestSerial(Cases):
 
 @pytest.mark.full
 class TestOtherFlags:
-    """A server for each."""
+    """One server for each."""
 
     def test_others_leave_room_for_the_rest_of_a_long_prompt(self, serve: Serve) -> None:
         serve("--max-running-requests", "32", config=CONFIG).run(a_crowd_beside_a_long_one, patience=600)
@@ -281,6 +281,6 @@ class TestOtherFlags:
         serve("--enable-priority-scheduling", config=CONFIG).run(those_in_one_order, patience=300)
 
     def test_drafts_change_no_tokens(self, serve: Serve) -> None:
-        """SGLang does not mix drafts into prefills: a step follows each pass."""
+        """SGLang does not mix drafts into prefills: a decode step follows each pass."""
         flags = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
         serve(*flags, config=CONFIG).run(all_lengths, patience=300)

@@ -1,4 +1,4 @@
-"""What goes between clients and the parts of a server in one process: requests, answers and messages."""
+"""Messages between clients and the parts of a server in one process: requests, answers and internal messages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 
 
 class Died(AssertionError):
-    """An exception left a loop whose end is the end of a server."""
+    """An exception left a loop; in a real server this ends the process."""
 
 
 class Stuck(AssertionError):
-    """A request has no answer, and nothing that the server does will give it one."""
+    """A request has no answer, and no work of the server will produce one."""
 
 
 class Spoiled(AssertionError):
-    """The server goes on, and is not what it was: a leak, a request that is remembered or was answered twice."""
+    """The server runs but is damaged: a leak, a request that is still remembered or was answered twice."""
 
 
 def trace(error: BaseException | None) -> str:
@@ -34,7 +34,7 @@ class Call:
 
     Args:
         at: polls of the scheduler's loop before it is sent. hang_up: polls after that until the client leaves.
-        raw: the body as it is sent, where JSON of `body` would not be it.
+        raw: the body as bytes, if it differs from the JSON of `body`.
     """
 
     body: Any = None
@@ -47,15 +47,15 @@ class Call:
 
 @dataclass
 class Answer:
-    """What one client has read. `chunks` are the events of a stream, the mark of its end left out."""
+    """What one client has read. `chunks` are the events of a stream, without the final mark."""
 
     status: int = 0
     data: Any = None
     chunks: list[Any] = field(default_factory=list)
     whole: bool = False
-    """The answer ended as HTTP wants it: a stream with its mark."""
+    """The answer is complete according to HTTP; a stream has its final mark."""
     error: str = ""
-    """What the application raised."""
+    """Exception of the application."""
 
     @property
     def last(self) -> Any:
@@ -63,7 +63,7 @@ class Answer:
 
     @property
     def code(self) -> int:
-        """The status that tells how the request went: of a stream, the one of an error within it."""
+        """Status of the request; for a stream, the status of an error inside it."""
         for chunk in self.chunks[-1:]:
             if isinstance(chunk, dict):
                 if isinstance(error := chunk.get("error"), dict):
@@ -88,18 +88,18 @@ class Answer:
 
     @property
     def reason(self) -> str:
-        """What the application raised, without where."""
+        """The application's exception without its traceback."""
         return self.error.strip().rpartition("\n")[2]
 
     @property
     def message(self) -> str:
-        """All that the answer says, for a failed assertion."""
+        """The whole answer, for a failed assertion."""
         said = self.last if self.last is not None else self.error
         return (said if isinstance(said, str) else json.dumps(said))[:600]
 
 
 class _Sent:
-    """What sending gives: some of SGLang's code waits for it, some does not."""
+    """Result of sending: some of SGLang's code awaits it, some does not."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield from ()
@@ -122,7 +122,7 @@ class Pipe:
 
 
 class Door(Pipe):
-    """What the scheduler polls: the first poll of a loop's iteration is a turn of all other parts."""
+    """Polled by the scheduler: the first poll of a loop's iteration runs a turn of all other parts."""
 
     def __init__(self, turn: Callable[[], None], watch: Callable[[Any], None]) -> None:
         super().__init__(watch)
@@ -141,7 +141,7 @@ class Door(Pipe):
 
 
 class Inbox(Pipe):
-    """What the tokenizer manager waits for."""
+    """Queue that the tokenizer manager awaits."""
 
     def __init__(self, watch: Callable[[Any], None]) -> None:
         super().__init__(watch)
@@ -208,7 +208,7 @@ class Client:
                 self._end()
 
     def _end(self) -> None:
-        """The client has all it will get. Tasks in the background of an answer may go on."""
+        """The client is finished. Background tasks of an answer may continue."""
         if self.done:
             return
         self.done = True
@@ -226,14 +226,14 @@ class Client:
 
 
 class Ledger:
-    """Final answers by request id, as they cross from the scheduler to the tokenizer manager."""
+    """Final answers by request id, as they pass from the scheduler to the tokenizer manager."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
         self.finals: Counter[str] = Counter()
 
     def sent(self, message: Any) -> None:
-        """What the tokenizer manager asks of the scheduler."""
+        """Count a request of the tokenizer manager to the scheduler."""
         name = type(message).__name__
         if name.startswith("BatchTokenized"):
             self.asked.update(one.rid for one in message)
@@ -241,7 +241,7 @@ class Ledger:
             self.asked[message.rid] += 1
 
     def answered(self, message: Any) -> None:
-        """What arrives at the tokenizer manager."""
+        """Count a message that arrives at the tokenizer manager."""
         name = type(message).__name__
         if name == "AbortReq":
             self.finals[message.rid] += 1
@@ -250,7 +250,7 @@ class Ledger:
             self.finals.update(rid for rid, reason in pairs if reason is not None)
 
     def differences(self) -> dict[str, tuple[int, int]]:
-        """Ids with as many questions and as many final answers, where these differ."""
+        """Ids whose numbers of questions and of final answers differ, with both numbers."""
         rids = self.asked.keys() | self.finals.keys()
         return {rid: (self.asked[rid], self.finals[rid]) for rid in rids if self.asked[rid] != self.finals[rid]}
 

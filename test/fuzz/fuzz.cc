@@ -1,11 +1,11 @@
-// The schedule fuzzer: passes over a mailbox, and a clean one after each, in as many interleavings as it is
-// asked for. Prints one line, or how the first failing one failed; exits with 1 then.
+// The schedule fuzzer: runs passes over a mailbox, each followed by a clean one, in the requested number of
+// interleavings. Prints one line, or the first failure; then it exits with 1.
 //
 //   protocol_fuzz [--random N] [--exhaustive N] [--deviations D] [--seed S] [--threads T]
 //
-// random: runs in which every choice is drawn. exhaustive: at most so many of the runs that deviate at most D
-// times from the schedule in which every thread goes on until it cannot, every store is seen at once and
-// nothing goes wrong.
+// random: number of runs with random choices. exhaustive: maximum number of runs with at most D deviations
+// from the ordinary schedule. In that one every thread runs until it blocks, every store is visible at once,
+// and no fault happens.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -43,7 +43,7 @@ class Random final : public Chooser {
  public:
   explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15ull + 1) {
     for (int i = 0; i < 4; ++i) draw();
-    // Some runs switch at every point, some seldom; some show most stores at once.
+    // Some runs switch at every point, some rarely; some make most stores visible at once.
     constexpr uint32_t kStay[] = {0, 128, 200, 240};
     stay_ = kStay[draw() % 4];
   }
@@ -65,7 +65,7 @@ class Random final : public Chooser {
   uint64_t stay_;
 };
 
-// Every run with at most `deviations` choices that are not 0, one after another.
+// All runs with at most `deviations` choices other than 0, one after another.
 class Exhaustive final : public Chooser {
  public:
   explicit Exhaustive(int deviations) : deviations_(deviations) {}
@@ -76,7 +76,7 @@ class Exhaustive final : public Chooser {
     return path_[at].taken;
   }
   bool seldom() override { return choose(2) == 1; }
-  // To the next run; false when there is none.
+  // Advances to the next run; false if there is none.
   bool next() {
     path_.resize(depth_);
     depth_ = 0;
@@ -114,7 +114,7 @@ struct Counts {
   std::string failure;
 };
 
-// A pass by the rules and a clean one after it, by another chooser. False: the run failed.
+// Runs a pass with the given rules, then a clean one with another chooser. False: the run failed.
 bool run(Chooser* chooser, Chooser* after, const Rules& rules, Counts* counts) {
   Scheduler& s = Scheduler::get();
   Scenario<Simulated> scenario;
@@ -171,7 +171,7 @@ void random_runs(const Options& options, int thread, Counts* counts) {
 }
 
 void exhaustive_runs(const Options& options, int thread, Counts* counts) {
-  // The small ones: with and without what may go wrong.
+  // Small passes, with and without faults.
   std::vector<Rules> all;
   for (const bool faults : {false, true}) {
     for (int blocks = 1; blocks <= 2; ++blocks) {

@@ -1,4 +1,4 @@
-# Mistakes that the fuzzer has to find: mutant(NAME FILE FROM TO). Each is one that a change could make.
+# Mistakes that the fuzzer must find: mutant(NAME FILE FROM TO). Each could result from a plausible change.
 
 mutant(answer_without_looking csrc/device/protocol.h
   [==[  words.fence();

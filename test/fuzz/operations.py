@@ -1,16 +1,16 @@
-"""Random operations on host pool, radix tree and policies, as a busy server makes them.
+"""Random operations on host pool, radix tree and policies, as in a busy server.
 
     make fuzz                                   # a million operations under AddressSanitizer and UBSan
     make fuzz ARGS="--operations 5000 --seed 7"
 
-Requests begin like others, take what is in the tree, diverge from it inside and between pages, are prefilled in chunks,
-decode under policies of their own, are aborted, retracted and taken up again; twins compute the same pages and one of
-them has to let go of its own; leaves are evicted; everything is flushed. The device interface is driven as SGLang's
-backend drives it.
+Requests share prefixes, reuse the tree, diverge inside and between pages, are prefilled in chunks, decode under their
+own policies, and are aborted, retracted and resumed. Twins compute the same pages, and one of them must release its
+own. Leaves are evicted; everything is flushed. The device interface is called as by SGLang's backend.
 
-Pages that are free are filled with NaN, and a value's first element says who wrote it. So whatever an output has read
-can be told: it is finite, it lies among the tags of its own request, and under `full` it is what PyTorch says. From
-time to time every live page is compared with the truth, and every page is counted. At the end nobody may have one.
+Free pages are filled with NaN, and a value's first element identifies its writer. Checks on an output can therefore
+tell what it has read: it is finite, it lies within the tags of its own request, and under `full` it equals PyTorch's
+result. Periodically every live page is compared with the expected contents, and every page is counted. At the end all
+pages must be free.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from fluxion_sglang.native import Workers
 from fluxion_sglang.policy import Context, Policy, examples, parse_spec
 
 AUDIT_EVERY = 200
-"""Operations from one comparison of everything with the truth to the next."""
+"""Operations between two comparisons of everything with the expected contents."""
 SCALE = DIM**-0.5
 
 
 class Wrong(AssertionError):
-    """Something is not as it has to be."""
+    """A check failed."""
 
 
 def _spec(request: Request) -> str:
@@ -55,7 +55,7 @@ class Machine(Store):
     """A server without SGLang: rows, pages, a radix tree, and an engine.
 
     Args:
-        seed: of everything that is random, data and shape of the machine included.
+        seed: of all random choices, including data and shape of the machine.
     """
 
     def __init__(self, seed: int) -> None:
@@ -83,11 +83,11 @@ class Machine(Store):
     def _draw(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         k = torch.randn(LAYERS, tokens, HEADS, DIM, generator=self.random) * self.rng.choice([0.1, 1.0, 3.0])
         v = torch.randn(LAYERS, tokens, HEADS, DIM, generator=self.random)
-        v[..., 0] = self.rng.randint(1, 100)  # who wrote it
+        v[..., 0] = self.rng.randint(1, 100)  # identifies the writer
         return k.to(self.dtype), v.to(self.dtype)
 
     def start(self) -> bool:
-        """A new request: fresh, or beginning like another one; or one that was retracted."""
+        """A new request, with or without a shared prefix; or one that was retracted."""
         if not self.rows:
             return False
         if self.waiting and self.rng.random() < 0.5:
@@ -96,7 +96,7 @@ class Machine(Store):
         else:
             request = self._new()
         node, depth = self.root, 0
-        # One token at least is to be computed, as SGLang has it.
+        # As in SGLang, at least one token must be computed.
         while depth < min(len(request.contents), (request.prompt - 1) // PAGE):
             child = node.children.get(request.contents[depth])
             if child is None:
@@ -121,7 +121,7 @@ class Machine(Store):
         others = [request for request in self.running if request.length]
         if others and self.rng.random() < 0.6:
             other = self.rng.choice(others)
-            # As far as the other one is: within a page, at a page's end, or its twin.
+            # Copy up to a point within a page, at a page's end, or the whole of the other one, as its twin.
             same = self.rng.choice([other.length, self.rng.randint(1, other.length), other.length // PAGE * PAGE])
             k[:, :same], v[:, :same] = other.k[:, :same], other.v[:, :same]
             while len(other.contents) < other.length // PAGE:
@@ -141,7 +141,7 @@ class Machine(Store):
         return True
 
     def abort(self) -> bool:
-        """What was computed of the prompt may be in the tree, and the rest is gone."""
+        """The computed part of the prompt may enter the tree; the rest is dropped."""
         if not self.running:
             return False
         request = self.rng.choice(self.running)
@@ -152,7 +152,7 @@ class Machine(Store):
         return True
 
     def finish(self, request: Request) -> None:
-        # What a policy of its own has decoded stays out of the tree.
+        # Tokens decoded under a request's own policy stay out of the tree.
         self._insert(request, request.length if request.policy is None else min(request.length, request.prompt))
         self._release(request)
         self.counts["finished"] += 1
@@ -165,7 +165,7 @@ class Machine(Store):
         return self._evict(PAGES) > 0
 
     def forget_window(self) -> bool:
-        """A row that came without a prefill: its window heals."""
+        """A row without a prefill: its window heals."""
         decoding = [request for request in self.running if request.length >= request.prompt]
         if not decoding:
             return False
@@ -177,7 +177,7 @@ class Machine(Store):
     # --- Passes ---
 
     def chunk(self) -> bool:
-        """A prefill of some requests, each by a chunk."""
+        """Prefill a chunk for some requests."""
         todo = [request for request in self.running if request.length < request.prompt]
         todo = self.rng.sample(todo, min(len(todo), self.rng.randint(1, 3)))
         parts: list[tuple[Request, ExtendRequest]] = []
@@ -188,7 +188,7 @@ class Machine(Store):
                 continue
             parts.append((request, ExtendRequest(0, request.length, request.length + size, offset, torch.empty(0), 20)))
             offset += size
-        # Somebody may have been retracted for another's pages.
+        # A request may have been retracted for another's pages.
         parts = [(request, part) for request, part in parts if request in self.running]
         if not parts:
             return False
@@ -226,7 +226,7 @@ class Machine(Store):
         return True
 
     def decode(self) -> bool:
-        """A token of every request that has its prompt."""
+        """Decode a token for every request with a complete prompt."""
         batch: list[Request] = []
         for request in [request for request in self.running if request.length >= request.prompt]:
             if request in self.running and self._grow(request, request.length + 1):
@@ -260,13 +260,13 @@ class Machine(Store):
                 self.finish(request)
         return True
 
-    # --- What has to hold ---
+    # --- Invariants ---
 
     def _check(self, layer: int, read: list[tuple[Request, int, bool]], q: torch.Tensor, out: torch.Tensor) -> None:
-        """out [n, Hq, D] is what q [n, Hq, D] may have read.
+        """Check that out [n, Hq, D] can be the result for q [n, Hq, D].
 
         Args:
-            read: of each, its request, how many of its tokens there are, and whether it was to read all of them.
+            read: for each row, its request, the number of tokens, and whether it must read all of them.
         """
         if not math.isfinite(float(out.float().sum())):
             raise Wrong(f"an output is not finite, of {[_spec(request) for request, *_ in read]}")
@@ -285,7 +285,7 @@ class Machine(Store):
                 self.counts["compared"] += 1
 
     def audit(self) -> None:
-        """Every page is somebody's once, and holds what it has to."""
+        """Every page has exactly one owner and holds the expected contents."""
         owned = Counter(self.free)
         owned.update(node.page for node in self._nodes())
         for request in self.running:
@@ -311,7 +311,7 @@ class Machine(Store):
             raise Wrong("a sketch is not of its page's keys")
 
     def step(self) -> None:
-        """One operation that can be made now."""
+        """Execute one operation that is possible now."""
         kinds: dict[Callable[[], bool], float] = {
             self.decode: 50, self.chunk: 20, self.start: 12, self.abort: 2, self.retract: 2,
             self.evict: 2, self.flush: 0.2, self.forget_window: 1,
@@ -322,7 +322,7 @@ class Machine(Store):
                 return
 
     def drain(self) -> None:
-        """All requests end, and the tree is emptied: every page is free, and every row."""
+        """End all requests and empty the tree: every page and every row is free."""
         for request in list(self.running):
             self._release(request)
         self.flush()
@@ -332,18 +332,18 @@ class Machine(Store):
 
 
 PER_MACHINE = 10_000
-"""Operations of one machine: dtype, workers and the server's policy are another one's next."""
+"""Operations per machine; the next one has another dtype, number of workers and server policy."""
 CHECKS = {"compared", "audit"}
-"""What is counted and is no operation."""
+"""Counters that are no operations."""
 
 
 def run(operations: int, seed: int, say: Callable[[str], None] = lambda line: None) -> Counter[str]:
-    """At least so many operations on one machine after another; what they were, and how often things were checked.
+    """Run at least `operations` operations, on one machine after another; return counts of operations and checks.
 
-    An operation is what happens to one request or one page: a token decoded, a chunk prefilled, a page evicted.
+    An operation acts on one request or one page: a token decoded, a chunk prefilled, a page evicted.
 
     Raises:
-        Wrong: something is; the sentence says how to see it again.
+        Wrong: a check failed; the message says how to reproduce it.
     """
     counts: Counter[str] = Counter()
     for number in count():

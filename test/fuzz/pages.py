@@ -1,4 +1,4 @@
-"""Pages, tree and requests of a server without SGLang: who has which page, and what is evicted."""
+"""Pages, tree and requests of a server without SGLang: ownership and eviction of pages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 32
 PLACEMENT = Placement(sinks=32, window=48)
 ROWS = 7
 PAGES = 120
-"""Of the pool: three or four of the longest requests."""
+"""Pages of the pool: room for three or four of the longest requests."""
 LONGEST = 640
-"""Tokens of a request with its answer."""
+"""Maximum tokens of a request with its answer."""
 
 
 @dataclass(eq=False)
 class Node:
-    """A page in the tree: what it holds, by a number that its content has."""
+    """A page in the tree; a number identifies its contents."""
 
     content: int
     page: int
@@ -38,13 +38,13 @@ class Node:
 
 @dataclass(eq=False)
 class Request:
-    """A request; k, v [layers, LONGEST, H, D] are the truth, and have more tokens than were computed.
+    """A request; k, v [layers, LONGEST, H, D] are its full contents, more than the computed tokens.
 
     Attributes:
-        contents: numbers of its full pages' content, as many as are known.
-        prompt: tokens to prefill. stop: tokens at its end. length: tokens that the pool has.
-        tags: of its first n tokens, at n - 1: the least and the largest first element of a value.
-        locked: the last node of the tree that it uses.
+        contents: numbers of its full pages' contents, as far as known.
+        prompt: tokens to prefill. stop: tokens at its end. length: tokens in the pool.
+        tags: entry n - 1 holds the smallest and the largest first element of the values of its first n tokens.
+        locked: last tree node that it uses.
     """
 
     k: torch.Tensor
@@ -59,14 +59,14 @@ class Request:
     length: int = 0
     pages: list[int] = field(default_factory=list)
     locked: Node | None = None
-    shared: int = 0  # of its pages, how many are the tree's
+    shared: int = 0  # number of its pages that belong to the tree
 
     def page_list(self) -> torch.Tensor:
         return torch.tensor(self.pages, dtype=torch.int32)
 
 
 class Store:
-    """Pages and rows, of which each is free or somebody's; a radix tree of full pages. What is free holds NaN."""
+    """Pages and rows, each of them free or owned; a radix tree of full pages. Free pages and rows hold NaN."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -79,7 +79,7 @@ class Store:
         self.counts: Counter[str] = Counter()
 
     def take(self, pool: HostPool, windows: Windows) -> None:
-        """Where the pages and windows are."""
+        """Set the pool and windows, and poison everything that is free."""
         self.pool, self.windows = pool, windows
         for page in self.free:
             self._poison(page)
@@ -89,7 +89,7 @@ class Store:
     def _poison(self, page: int) -> None:
         for layer in range(LAYERS):
             self.pool.tiles(layer)[:, page] = torch.nan
-            self.pool.tensor("sketches", layer)[:, page] = 255  # scales that are no numbers
+            self.pool.tensor("sketches", layer)[:, page] = 255  # NaN scales
 
     def _poison_window(self, row: int) -> None:
         slots = PLACEMENT.slot_pages
@@ -108,7 +108,7 @@ class Store:
             todo += node.children.values()
 
     def _evict(self, pages: int) -> int:
-        """Free at least so many pages of leaves that nobody uses, the ones not used for longest first."""
+        """Free at least `pages` pages of unused leaves, the least recently used first."""
         freed = 0
         while freed < pages:
             leaves = [node for node in self._nodes() if not node.children and not node.users]
@@ -129,7 +129,7 @@ class Store:
             node = node.parent
 
     def _room(self, pages: int, for_whom: Request) -> bool:
-        """Make room, by eviction and then by retracting others; False: there is none."""
+        """Make room by eviction, then by retracting others. False: there is no room."""
         while len(self.free) < pages:
             if self._evict(pages - len(self.free)):
                 continue
@@ -149,7 +149,7 @@ class Store:
         return True
 
     def _insert(self, request: Request, tokens: int) -> None:
-        """Put its full pages into the tree. A page that is there already takes the place of its own."""
+        """Insert its full pages into the tree. A page that the tree already has replaces the request's own."""
         node = self.root
         full = tokens // PAGE
         while len(request.contents) < full:
@@ -168,7 +168,7 @@ class Store:
         request.locked, request.shared = node, full
 
     def _release(self, request: Request) -> None:
-        """It leaves its row; its own pages are free."""
+        """Release its row and its own pages."""
         for page in request.pages[request.shared :]:
             self._give_back(page)
         self._lock(request.locked, -1)
@@ -178,7 +178,7 @@ class Store:
         request.pages, request.locked, request.shared, request.length, request.row = [], None, 0, 0, 0
 
     def _retract(self, request: Request) -> None:
-        """What it has becomes its prompt."""
+        """All its tokens become its prompt."""
         request.prompt = max(request.prompt, request.length)
         self._release(request)
         self.waiting.append(request)

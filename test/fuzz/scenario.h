@@ -1,8 +1,7 @@
-// What is fuzzed: the code of a device, a layer server, its worker, a foreign executor and somebody who
-// cancels, over csrc/device/protocol.h and csrc/engine/task_queue.h, with numbers in place of attention.
+// The fuzzed scenario: the code of a device, a layer server, its worker, a foreign executor and a canceller,
+// on csrc/device/protocol.h and csrc/engine/task_queue.h. Numbers replace attention.
 //
-// Sync is what they synchronise with and what chooses for them: `Simulated` (fuzz.cc) or real threads
-// (stress.cc).
+// Sync provides synchronisation and choices: `Simulated` (fuzz.cc) or real threads (stress.cc).
 #pragma once
 
 #include <array>
@@ -21,17 +20,17 @@ using namespace fluxion;
 
 struct Rules {
   int layers = 2;
-  int tasks = 2;        // one for the foreign executor alone
-  bool own = false;     // the others are for the workers alone
-  int blocks = 1;       // of a take, 1 or 2; the first one looks
-  bool parts = false;   // the host looks at them
-  bool copies = false;  // the device has a copy of its own word kLate in its own memory
-  bool faults = false;  // time-outs, failed, forgotten and late tasks
+  int tasks = 2;        // one of them is only for the foreign executor
+  bool own = false;     // the other tasks are only for the workers
+  int blocks = 1;       // of a take, 1 or 2; the first one polls
+  bool parts = false;   // the host reads them
+  bool copies = false;  // the device keeps a copy of its own word kLate in its memory
+  bool faults = false;  // time-outs, and failed, forgotten and late tasks
   bool cancels = false;
 };
 
 inline constexpr int kMaxLayers = 8, kMaxTasks = 5, kMaxBlocks = 2;
-inline constexpr uint32_t kNothing = 0xffffffff;  // stands for an lse of -inf
+inline constexpr uint32_t kNothing = 0xffffffff;  // represents an lse of -inf
 
 template <class Sync>
 class Scenario {
@@ -70,7 +69,7 @@ class Scenario {
  public:
   Scenario() { queue_.reserve(kMaxTasks); }
 
-  // The threads of a pass of `rules.layers` layers, all of which must be run at once; then check().
+  // The threads of a pass of `rules.layers` layers; all must run concurrently. Call check() afterwards.
   std::vector<std::function<void()>> threads(const Rules& rules) {
     rules_ = rules;
     first_layer_ += kMaxLayers;
@@ -89,7 +88,7 @@ class Scenario {
     return bodies;
   }
 
-  // After the threads have ended. "" or what is wrong.
+  // Call after the threads have ended. Returns "" or the error.
   std::string check(bool nothing_went_wrong) const {
     for (int s = 1; s <= rules_.layers; ++s) {
       for (int block = 0; block < rules_.blocks; ++block) {
@@ -104,7 +103,7 @@ class Scenario {
     return "";
   }
 
-  // Between two passes.
+  // Call between two passes.
   void reset_mailbox() {
     Words words = this->words();
     reset(words);
@@ -115,7 +114,7 @@ class Scenario {
   Words words() { return Words(Memory{this}); }
   Cell<uint32_t>& cell(int64_t offset) { return cells_[offset / 256]; }
   static MailboxSlot slot(uint32_t sequence) { return mailbox_slot(kShape, sequence); }
-  // What stands for a layer's data: in each field something else.
+  // Numbers that represent a layer's data, different for each field.
   static uint32_t parts_of(uint32_t sequence) { return sequence | 0x100; }
   static uint32_t output_of(uint32_t sequence) { return sequence | 0x200; }
   static uint32_t begin_of(uint32_t sequence) { return sequence | 0x400; }
@@ -149,7 +148,7 @@ class Scenario {
     }
   }
 
-  // The first block's: whether the answer is there.
+  // For the first block: whether the answer is there.
   bool wait_for_host(uint32_t s) {
     DeviceWords words{this};
     Patience patience;
@@ -230,7 +229,7 @@ class Scenario {
     return heard;
   }
 
-  // What Engine does of a layer, from layer_begin to layer_finish. False: it failed.
+  // The work of Engine from layer_begin to layer_finish. False: the layer failed.
   bool compute(uint32_t s) {
     const uint32_t layer = first_layer_ + s;
     args_.write(layer);
@@ -271,7 +270,7 @@ class Scenario {
     return true;
   }
 
-  // A native worker's turn.
+  // The work of a native worker.
   void work() {
     for (int64_t claim; (claim = queue_.pop(Executor::kCpu)) >= 0;) {
       const int task = Queue::task_of(claim);
@@ -304,7 +303,7 @@ class Scenario {
     while (!stop_.load(std::memory_order_acquire)) {
       const int64_t claim = claim_next(queue_, foreign_, Executor::kTorch);
       const uint32_t layer = claim < 0 ? 0 : layer_of(claim);
-      // What was forgotten is remembered now, in this layer or in a later one, of this pass or of the next.
+      // Deliver a forgotten task now: in this layer or a later one, in this pass or the next.
       if (!late_.empty() && Sync::choose(3) != 1) {
         const Claim then = late_.back();
         late_.pop_back();
@@ -336,7 +335,7 @@ class Scenario {
     }
   }
 
-  // Of a claim that holds; 0: it does not. Engine::task.
+  // Layer of a claim that holds; 0: it does not hold. See Engine::task.
   uint32_t layer_of(int64_t claim) {
     const std::lock_guard lock(foreign_);
     Executor executor;
@@ -363,11 +362,11 @@ class Scenario {
   static constexpr int64_t kCells = mailbox_bytes(kShape) / 256;
 
   Rules rules_;
-  uint32_t first_layer_ = 0;  // of the pass: no two layers have one number
+  uint32_t first_layer_ = 0;  // base of the pass; layer numbers are unique
   std::array<Atomic<uint32_t>, kMailboxWords> words_;
   std::array<Cell<uint32_t>, kCells> cells_;
   Atomic<uint32_t> late_here_{0};
-  Atomic<uint32_t> launched_{0}, finished_{0};  // of the stream's takes
+  Atomic<uint32_t> launched_{0}, finished_{0};  // by the takes of the stream
   Atomic<uint32_t> looked_{0};
   Atomic<uint32_t> go_{0}, left_{0};  // WorkerPool: launched, and joined
   Atomic<bool> stop_{false}, open_{false};
@@ -376,9 +375,9 @@ class Scenario {
   Cell<uint32_t> args_;  // LayerInput
   Cell<bool> failed_;
   std::array<Cell<uint32_t>, kMaxTasks> results_;
-  std::vector<Claim> late_;  // claims that were not delivered
-  // What came of it: not shared memory of the protocol, but its record. ends_ has one writer at a time, if
-  // the protocol holds.
+  std::vector<Claim> late_;  // claims not yet delivered
+  // Results of the pass, outside the protocol's shared memory. ends_ has one writer at a time if the protocol
+  // is right.
   std::array<int, kMaxTasks> ends_{};
   std::array<End, kMaxLayers + 1> host_{};
   std::array<std::array<End, kMaxLayers + 1>, kMaxBlocks> device_{};

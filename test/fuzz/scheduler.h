@@ -1,16 +1,14 @@
-// Threads that take turns: a scheduler of fibers in which every access to shared memory is a point where
-// another one may go on, and a memory that shows stores late. One run is one interleaving; a Chooser says
-// which.
+// A scheduler of fibers with a weak memory: at every access to shared memory another thread may continue, and
+// stores become visible late. One run is one interleaving, selected by a Chooser.
 //
-// Memory. A store to an atomic becomes visible at once or waits in its thread's buffer; from there stores
-// leave in any order that their memory orders and locations allow. A sequentially consistent fence, and a
-// read-modify-write that releases, empty the buffer. Plain memory (Cell) is checked with vector clocks: a
-// read or write that no release and acquire order against every conflicting one before fails the run, in
-// whichever order the two came.
+// Memory. A store to an atomic becomes visible at once or waits in its thread's buffer. Stores leave the
+// buffer in any order that their memory orders and locations allow. A sequentially consistent fence, and a
+// releasing read-modify-write, empty the buffer. Plain memory (Cell) is checked with vector clocks: the run
+// fails unless release and acquire order an access after every conflicting one.
 //
-// Time. A thread that waits (pause) is not run again before something has become visible. Who waits with
-// patience may lose it, by choice; where nobody can go on otherwise, time passes for one of these, or the run
-// hangs.
+// Time. A waiting thread (pause) continues only after something became visible. A thread that waits with
+// patience may time out, by choice. If all threads wait, time passes for one of these; if there is none, the
+// run hangs.
 #pragma once
 
 #include <setjmp.h>
@@ -35,19 +33,19 @@ inline void join(Clock* to, const Clock& from) {
   for (int i = 0; i < kMaxThreads; ++i) (*to)[i] = std::max((*to)[i], from[i]);
 }
 
-// Which of n ways a run goes on; 0 is the ordinary one.
+// Selects one of n continuations of a run; 0 is the ordinary one.
 class Chooser {
  public:
   virtual ~Chooser() = default;
   virtual int choose(int n) = 0;
-  // Whether something that happens seldom happens now.
+  // Whether a rare event happens now.
   virtual bool seldom() = 0;
 };
 
 struct Location {
   uint64_t value = 0;
-  Clock clock{};     // of the release that the value comes from
-  uint64_t run = 0;  // that the clock is of
+  Clock clock{};     // of the release that wrote the value
+  uint64_t run = 0;  // the run of the clock
 };
 
 class Scheduler {
@@ -57,14 +55,14 @@ class Scheduler {
     return scheduler;
   }
 
-  // Runs the bodies as threads until all have ended. False when the run failed: see failure().
+  // Runs the bodies as threads until all have ended. False if the run failed: see failure().
   bool run(Chooser* chooser, std::vector<std::function<void()>> bodies);
   const std::string& failure() const { return failure_; }
   int64_t points() const { return points_; }
-  // Of what was chosen, everything included.
+  // Hash of all choices of the run.
   uint64_t trace() const { return trace_; }
 
-  // For the threads of a run.
+  // Used by the threads of a run.
   bool running() const { return current_ >= 0; }
   uint64_t runs() const { return runs_; }
   int self() const { return current_; }
@@ -72,15 +70,15 @@ class Scheduler {
   void check(bool holds, const char* sentence) {
     if (!holds) fail(sentence);
   }
-  // A point where others may go on.
+  // A point at which other threads may continue.
   void point();
-  // Until something has become visible that was not when this was called last.
+  // Waits until something became visible since the previous call.
   void pause();
-  // Whether this thread, which waits with patience, loses it now.
+  // Whether this thread, which waits with patience, times out now.
   bool spent();
   int choose(int n);
   bool seldom();
-  // The run's rules: whether patience may be lost at all; and that something happened that excuses failures.
+  // Rules of the run: whether time-outs may happen at all. fault(): an event happened that excuses failures.
   void rules(bool impatient) { impatient_ = impatient, faults_ = 0; }
   void fault() { ++faults_; }
   int faults() const { return faults_; }
@@ -168,7 +166,7 @@ inline bool Scheduler::run(Chooser* chooser, std::vector<std::function<void()>> 
     switch_to(next());
   }
   current_ = -1;
-  // A fiber that was left in the middle of a run starts anew.
+  // Restart fibers that were left in the middle of a run.
   if (!failure_.empty()) {
     for (Thread& t : threads_) t.started = false;
   }
@@ -183,12 +181,12 @@ inline void Scheduler::entry() {
   }
 }
 
-// The current thread has ended.
+// Ends the current thread.
 inline void Scheduler::leave() {
   threads_[current_].state = State::kEnded;
   ++ended_;
   const int self = current_;
-  if (_setjmp(threads_[self].at) != 0) return;  // the next run
+  if (_setjmp(threads_[self].at) != 0) return;  // reached in the next run
   const int to = next();
   if (to < 0) _longjmp(main_, 1);
   switch_to(to);
@@ -227,7 +225,7 @@ inline bool Scheduler::can_run(const Thread& t) const {
   return false;
 }
 
-// Who goes on: the current thread if it can and nobody else is chosen. -1: all have ended.
+// The next thread: the current one if it can run and no other is chosen. -1: all have ended.
 inline int Scheduler::next() {
   for (;;) {
     int options[kMaxThreads + 1], n = 0, buffered = 0;
@@ -236,14 +234,14 @@ inline int Scheduler::next() {
       if (can_run(threads_[t])) options[n++] = t;
       buffered += static_cast<int>(threads_[t].buffer.size());
     }
-    if (buffered > 0) options[n++] = -1;  // a store becomes visible
+    if (buffered > 0) options[n++] = -1;  // or a store becomes visible
     if (n == 0) {
       if (ended_ == count_) return -1;
       int waiting = 0;
       for (int i = 0; i < count_; ++i)
         if (threads_[i].state == State::kPaused && threads_[i].patient) options[waiting++] = i;
       if (waiting == 0 || !impatient_) fail("it hangs");
-      // Nobody is late without a reason.
+      // Without a fault, no thread may depend on a time-out.
       if (faults_ == 0) fail("it hangs until somebody loses patience");
       threads_[options[choose(waiting)]].expired = true;
       continue;
@@ -281,7 +279,7 @@ inline void Scheduler::pause() {
 
 inline bool Scheduler::spent() {
   Thread& t = threads_[current_];
-  t.patient = true;  // until the pause that follows
+  t.patient = true;  // until the next pause
   if (t.expired) {
     t.expired = false;
     return true;
@@ -310,7 +308,7 @@ inline void Scheduler::publish(const Store& store) {
   ++version_;
 }
 
-// Makes a buffered store visible, after those that have to be before it: of the same location, and before a
+// Makes a buffered store visible, after the stores that must precede it: those to its location, and before a
 // release all.
 inline void Scheduler::flush(Thread* t, size_t index) {
   const Store store = t->buffer[index];
@@ -377,7 +375,7 @@ uint64_t Scheduler::modify(Location* at, std::memory_order order, Change change)
   at->run = runs_;
   if (acquire) join(&t.clock, at->clock);
   if (change(before, &at->value)) {
-    // A read-modify-write goes on with the release sequence it found.
+    // A read-modify-write continues the release sequence that it reads.
     if (release) {
       join(&at->clock, t.clock);
       ++t.clock[current_];
@@ -412,10 +410,10 @@ inline void Scheduler::unlock(Location* mutex) {
   mutex->run = runs_;
   mutex->value = 0;
   ++t.clock[current_];
-  // Not a change that a pause waits for: what was done under the lock says so itself.
+  // This does not wake pauses: changes made under the lock do so themselves.
 }
 
-// ---- What is run under the scheduler synchronises with these.
+// ---- Synchronisation primitives for code under the scheduler.
 
 template <class T>
 class Atomic {
@@ -470,7 +468,7 @@ class Mutex {
   Location at_;
 };
 
-// Plain memory: whoever touches it must be ordered behind all that conflicts.
+// Plain memory: an access must be ordered after all conflicting ones.
 template <class T>
 class Cell {
  public:
@@ -498,7 +496,7 @@ class Cell {
   }
 
  private:
-  // What was before a run is before all of it.
+  // Accesses before a run precede all accesses of the run.
   void begin(const Scheduler& s) const {
     if (run_ == s.runs()) return;
     run_ = s.runs();

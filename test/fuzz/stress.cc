@@ -1,5 +1,5 @@
-// The scenario of the fuzzer on real threads, for a time: what a scheduler of fibers cannot show, a sanitizer
-// of threads may. Prints one line; exits with 1 when a pass failed.
+// Runs the fuzzer's scenario on real threads for some time: a thread sanitizer may find what a scheduler of
+// fibers cannot. Prints one line; exits with 1 if a pass failed.
 //
 //   protocol_stress [SECONDS] [SEED]
 #include <chrono>

@@ -1,4 +1,4 @@
-"""What a test does that has no GPU."""
+"""How tests react to a missing GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def skip(why: str) -> NoReturn:
-    """Skip the test; with FLUXION_NEEDS_GPU=1, of `make gpu`, fail it: a GPU and its tools have to be there."""
+    """Skip the test; fail it with FLUXION_NEEDS_GPU=1 (`make gpu`), which requires a GPU and its tools."""
     if os.environ.get("FLUXION_NEEDS_GPU"):
         pytest.fail(why)
     pytest.skip(why)

@@ -1,4 +1,5 @@
-"""FlashInfer's door against attention in float64: FlashInfer itself on a GPU, and its stand-in in torch anywhere."""
+"""The adapter of FlashInfer against attention in float64: FlashInfer itself on a GPU, its stand-in in torch
+anywhere."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ KV_HEADS = 2
 
 @pytest.fixture(params=[("stand-in", 64), ("cuda", 64), ("cuda", 128), ("cuda", 256)], ids=lambda p: f"{p[0]}-{p[1]}")
 def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.device, int]:
-    """Where FlashInfer runs, and the head dimension."""
+    """Device of FlashInfer, and the head dimension."""
     who, dim = request.param
     if who == "cuda":
         if not torch.cuda.is_available():
@@ -33,7 +34,7 @@ def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [T, Hq, D], k and v [S, H, D]: o and the LSE of base 2, in float64; of no keys 0 and -inf."""
+    """q [T, Hq, D], k and v [S, H, D]: o and the LSE of base 2, in float64; without keys 0 and -inf."""
     k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("thd,shd->ths", q.double(), k) * scale
     if causal:
@@ -51,7 +52,7 @@ def check(o: torch.Tensor, lse: torch.Tensor, want: tuple[torch.Tensor, torch.Te
 
 
 @pytest.mark.parametrize("divided", [False, True])
-@pytest.mark.parametrize("group", [1, 4, 5, 7, 8])  # 5 and 7: by the kernels of prefill
+@pytest.mark.parametrize("group", [1, 4, 5, 7, 8])  # 5 and 7 use the prefill kernels
 def test_residents(shape: tuple[torch.device, int], group: int, divided: bool) -> None:
     where, dim = shape
     torch.manual_seed(group * dim)

@@ -1,6 +1,6 @@
-"""The CUDA library against the simulated device: the same sources and inputs, so the same numbers but for rounding.
+"""The CUDA library against the simulated device: same sources and inputs, so the same numbers up to rounding.
 
-What the simulated device computes is held against float64 references in test/unit.
+Tests in test/unit compare the simulated device with float64 references.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def settle(library: DeviceLibrary) -> None:
-    """Waits for what torch began in its own stream: the library's streams do not."""
+    """Wait for torch's stream; the library's streams do not."""
     library.stream_synchronize(0)
 
 
@@ -70,7 +70,7 @@ class Side:
         self.library.take(self.port, self.stream, self.o, self.lse, False, self.out)
 
     def run(self, launch: Callable[[], None]) -> dict[str, torch.Tensor]:
-        """A layer, and everything that came of it."""
+        """Run a layer, and return all of its results."""
         self.sequence += 1
         seen: dict[str, torch.Tensor] = {}
 
@@ -176,7 +176,7 @@ def test_the_prefix_and_the_windows_come_from_the_host_pool(cuda: DeviceLibrary)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_a_chunk_is_written_to_the_host_pool(cuda: DeviceLibrary, dtype: torch.dtype, dim: int) -> None:
-    """Bit for bit; from the middle of a page, over full ones, to the middle of another."""
+    """Bit for bit, from the middle of a page over full pages to the middle of another."""
     heads, pages, start, stop = 3, 40, 21, 300
     torch.manual_seed(dim)
     tiles, table = torch.randn(heads, pages, 2, PAGE, dim).to(dtype), torch.randperm(pages).int()

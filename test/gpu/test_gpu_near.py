@@ -1,4 +1,4 @@
-"""The near middle on a GPU: what it reads is what the CPU would read beside the same GPU."""
+"""The near middle on a GPU reads the same as the CPU beside the same GPU would."""
 
 from __future__ import annotations
 

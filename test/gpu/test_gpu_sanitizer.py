@@ -21,7 +21,7 @@ def test_kernels_under(tool: str, cuda: DeviceLibrary) -> None:
     program = shutil.which("compute-sanitizer", path="/usr/local/cuda/bin") or shutil.which("compute-sanitizer")
     if program is None:
         skip("no compute-sanitizer")
-    # Not the test whose device gives up: everything takes many times as long.
+    # Exclude the test whose device times out: everything takes many times as long here.
     command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", str(KERNELS)]
     done = subprocess.run([*command, "-k", "not for_ever"], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

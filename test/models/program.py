@@ -1,7 +1,7 @@
-"""Starts SGLang's engine and prints what it answers.
+"""Start SGLang's engine and print its answers.
 
-{"options": ..., "rounds": [[request, ...], ...]} comes as JSON on stdin: the engine's options, and dicts of arguments
-of Engine.generate, of which those of a round go together. {"backend": ..., "answers": [...]} goes to stdout after MARK.
+Stdin holds JSON: {"options": ..., "rounds": [[request, ...], ...]}: the engine's options, and arguments of
+Engine.generate; requests of a round run together. {"backend": ..., "answers": [...]} goes to stdout after MARK.
 """
 
 from __future__ import annotations

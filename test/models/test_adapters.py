@@ -1,4 +1,4 @@
-"""LoRA on a CPU: a batch with two adapters and the base gives what transformers gives with merged weights."""
+"""LoRA on a CPU: a batch with two adapters and the base model equals transformers with merged weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANK, ALPHA = 8, 16
 
 
 def adapter(model: torch.nn.Module, folder: Path, seed: int) -> dict[str, torch.Tensor]:
-    """Writes a random adapter in PEFT's format; returns what it adds to each weight."""
+    """Write a random adapter in PEFT's format; return its addition to each weight."""
     generator = torch.Generator().manual_seed(seed)
     tensors, added = {}, {}
     for name, weight in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Families of models, and what SGLang can do with one besides greedy text: the same answers with the flag as without.
+"""Families of models, and SGLang's features besides greedy text: the same answers with and without the flag.
 
 The models have no predictor, so the flag alone is exact. Every test starts SGLang twice.
 """
@@ -19,7 +19,7 @@ from program import MARK
 pytestmark = pytest.mark.full
 
 PROGRAM = Path(__file__).with_name("program.py")
-# A pool that holds everything, and chunks into which long prompts are cut.
+# A pool that holds everything, and chunks shorter than long prompts.
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "max_running_requests": 8, "max_total_tokens": 16384,
     "chunked_prefill_size": 1024, "mem_fraction_static": 0.4, "log_level": "error",
@@ -39,18 +39,18 @@ CONVERSATIONS: Rounds = [
     [{"input_ids": ids, "sampling_params": GREEDY} for ids in PROMPTS],
     [{"input_ids": DOCUMENT, "sampling_params": GREEDY}],
 ]
-"""Three prompts of which two begin with 1,500 tokens of a document, then the document, which finds those cached."""
+"""Three prompts, two of which share 1,500 tokens of a document; then the document, which finds those cached."""
 SMALL: dict[str, Any] = {**OPTIONS, "max_total_tokens": 4096}
 PRESSURE: Rounds = [
     [{"input_ids": prompt(700, seed), "sampling_params": {**GREEDY, "max_new_tokens": 100}} for seed in range(10, 15)]
 ]
-"""More than a small pool holds: what is cached is evicted."""
+"""More than a small pool holds, so that cached prefixes are evicted."""
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
 """SGLang retracts a request in every 25th pass."""
 
 
 def answers(options: dict[str, Any], rounds: Rounds, **env: str) -> tuple[str, Answers]:
-    """The attention backend that was used, and what it answered, all rounds in one list."""
+    """The attention backend in use, and the answers of all rounds in one list."""
     done = forked.run(str(PROGRAM), given=json.dumps({"options": options, "rounds": rounds}), **env)
     assert MARK in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
     assert "run without graphs" not in done.stderr, done.stderr[-4000:]
@@ -59,7 +59,7 @@ def answers(options: dict[str, Any], rounds: Rounds, **env: str) -> tuple[str, A
 
 
 def check_same(model: str, rounds: Rounds, **more: Any) -> Answers:
-    """Asks plain SGLang and Fluxion, in two processes at once; returns what both answered."""
+    """Ask plain SGLang and Fluxion, in two processes at once; return the common answers."""
     plain = {**OPTIONS, "model_path": model, **more}
     fluxion = {**plain, "enable_fluxion": True}
     with ThreadPoolExecutor(2) as pool:
@@ -84,7 +84,7 @@ def test_family_that_plain_sglang_does_not_serve(family: str, tmp_path: Path) ->
 
     folder = zoo.build(family, tmp_path)
     rounds = CONVERSATIONS + PRESSURE + CONVERSATIONS[1:]
-    # Gemma 2's Python makes a tensor in every step.
+    # Gemma 2's Python code creates a tensor in every step.
     log = {} if family == "gemma2" else {"log_level": "info"}
     backend, found = answers({**SMALL, **log, "model_path": folder, "enable_fluxion": True}, rounds, **RETRACT)
     assert backend == "fluxion" and found[3]["cached"] == 1500 // 16 * 16
@@ -125,9 +125,9 @@ def test_grammars(llama: str, backend: str) -> None:
 
 
 def test_sampling(llama: str) -> None:
-    """Penalties, a bias, stop words: what comes after attention sees the same logits.
+    """Penalties, a bias and stop words see the same logits.
 
-    With overlapped schedules SGLang's penalties count a token of the answer late, and when depends on the passes.
+    With overlapped schedules SGLang's penalties count a token of the answer late, at a time that depends on the passes.
     """
     f = 40  # the letter F in the tokenizer of bytes
     ways = [{"repetition_penalty": 1.3}, {"frequency_penalty": 0.7}, {"logit_bias": {f: 100.0}, "stop": ["FFF"]}]

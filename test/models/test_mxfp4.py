@@ -1,4 +1,4 @@
-"""gpt-oss as it is published, with experts in MXFP4: log-probabilities are those of transformers' dequantised model."""
+"""gpt-oss as published, with experts in MXFP4: log-probabilities equal those of transformers' dequantised model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def checkpoint(folder: Path) -> str:
 
 
 def expected(folder: str, found: Answers) -> list[list[float]]:
-    """The log-probabilities of the answers' tokens, in float32."""
+    """Log-probabilities of the answers' tokens, in float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
@@ -57,6 +57,6 @@ def test_mxfp4(tmp_path: Path) -> None:
     backend, found = answers({**OPTIONS, "model_path": folder, "enable_fluxion": True}, CONVERSATIONS)
     assert backend == "fluxion"
     for one, want in zip(found, expected(folder, found), strict=True):
-        # Kernels of 8 bits round their inputs to 16 bits.
+        # 8-bit kernels round their inputs to 16 bits.
         assert (torch.tensor(one["logprobs"]) - torch.tensor(want)).abs().max() < 5e-3
         assert len(set(one["ids"])) > 4, "an answer that repeats itself shows little"

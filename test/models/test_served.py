@@ -1,4 +1,4 @@
-"""The table of families that docs/models.md is made from has every model of the zoo, and SGLang has every class."""
+"""The table of families behind docs/models.md contains every model of the zoo, and SGLang has every class."""
 
 from __future__ import annotations
 

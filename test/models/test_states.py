@@ -1,7 +1,7 @@
 """A model with states on a real server: forks, aborts, retraction, eviction, flush; warm answers equal cold ones.
 
-Three layers of the gated delta rule to one of attention (Qwen 3.5). SGLang keeps a prefix's state where a chunk of 64
-tokens ends, and every 256 tokens of an answer. Its leak check counts states as it counts KV.
+Three layers of the gated delta rule alternate with one of attention (Qwen 3.5). SGLang keeps a prefix's state at the
+end of each chunk of 64 tokens, and every 256 tokens of an answer. Its leak check counts states like KV.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.full
 NEW = 40
 POOL = 4096
 LONG = 600
-"""Tokens of an answer that passes two of the places where SGLang remembers its state."""
+"""Tokens of an answer that crosses two positions where SGLang keeps its state."""
 CUTS = (64, 777, 1024, 1027, 1300)
 FORKS = [DOCUMENT[:cut] + prompt(60 + cut % 7, cut) for cut in CUTS]
-"""They leave the document where a chunk of states ends, inside one, where a pass ends, and inside pages."""
+"""Forks leave the document at the end of a chunk of states, inside one, at the end of a pass, and inside pages."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_together_with_retraction_and_eviction(server: Server, cold: list[Comple
 
 
 def test_a_second_turn_finds_the_first(server: Server, cold: list[Completion]) -> None:
-    """With a state that was kept while the first answer was decoded, after 1,024 tokens."""
+    """The state comes from the decode of the first answer, after 1,024 tokens."""
     beginning = FORKS[1] + cold[1].tokens
     server.flush()
     first = server.generate(beginning, 300)

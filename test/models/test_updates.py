@@ -1,4 +1,4 @@
-"""A server whose weights are packed, and that gets other ones: whoever looks finds rows, and every answer is right."""
+"""A server with packed weights that receives new ones: readers get unpacked rows, and every answer is right."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEEDED = "needs them in rows"
     not NativeLayers(Workers(1)).panel, reason="this CPU has no instructions that weights are packed for"
 )
 def test_weights_that_are_read_and_updated(tmp_path: Path) -> None:
-    """The kernels give the same bits of packed weights and of rows: no answer differs until the weights do."""
+    """The kernels give identical bits for packed and unpacked weights: answers change only when the weights do."""
     folder = zoo.build("llama-wide", tmp_path)
     done = forked.run(str(PROGRAM), folder)
     assert MARK in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]

@@ -1,9 +1,9 @@
-"""Starts SGLang's engine on a model, updates its weights, and prints what it answers before and after.
+"""Start SGLang's engine on a model, update its weights, and print its answers before and after.
 
     python updates.py FOLDER
 
-Prints MARK and a dict of answers, each the tokens and log probabilities of the same prompts. Between them the engine
-reads a weight, loads the folder again, gets other weights, and the first ones.
+Prints MARK and a dict of answers, each with tokens and log probabilities of the same prompts. In between, the engine
+reads a weight, reloads the folder, and gets other weights, then the first ones again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPTIONS = {
     "mem_fraction_static": 0.4,
     "log_level": "info",
     "enable_fluxion": True,
-    "fluxion_config": '{"prefill_pass_ms": 0}',  # where a prompt is divided must not depend on the clock
+    "fluxion_config": '{"prefill_pass_ms": 0}',  # the division of a prompt must not depend on the clock
 }
 ASKED = [
     {

@@ -1,4 +1,4 @@
-"""Small random models of the families that people serve: their attention, not their knowledge, is what is tested."""
+"""Small random models of the served families; they test attention, not knowledge."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STATES: dict[str, Any] = {
     "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }  # fmt: skip
-"""Three layers of the gated delta rule to one of full attention."""
+"""Three layers of the gated delta rule for each layer of full attention."""
 
 
 def _of(name: str, **options: Any) -> Callable[[], transformers.PretrainedConfig]:
@@ -65,8 +65,8 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "olmoe": _of("OlmoeConfig", **EXPERTS, num_key_value_heads=8),
 }
 
-# Layers with a window, by turns with those that see everything. Windows are shorter and longer than what Fluxion keeps
-# resident, and no multiples of a page.
+# Layers with a window alternate with full ones. Windows are shorter and longer than Fluxion's residents, and no
+# multiples of a page.
 BY_TURNS = {"layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES |= {
     "gemma3": _of(
@@ -74,7 +74,7 @@ FAMILIES |= {
     ),
     "cohere2": _of("Cohere2Config", **BY_TURNS, sliding_window=700),
     "olmo3": _of("Olmo3Config", **BY_TURNS, sliding_window=333),
-    # SGLang's models of these two know no window, with the flag and without.
+    # SGLang's models of these two ignore the window, with and without the flag.
     "mistral-window": _of("MistralConfig", sliding_window=200),
     "qwen2-window": _of("Qwen2Config", use_sliding_window=True, sliding_window=200, max_window_layers=1),
 }
@@ -85,7 +85,7 @@ VISION: dict[str, Any] = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_hidden_layers": 1,
     "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": 256,
 }  # fmt: skip
-"""A vision tower, by the names of all families."""
+"""A vision tower, with the field names of all families."""
 
 
 def _with_vision(name: str, text: dict[str, Any], vision: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -108,7 +108,7 @@ def _with_vision(name: str, text: dict[str, Any], vision: dict[str, Any] | None 
 
 
 def _sections(*sections: int, **more: Any) -> dict[str, Any]:
-    """Rotary embedding with positions in three parts."""
+    """Rotary embedding with positions in three sections."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections), **more}
     return {"rope_parameters": rope}
 
@@ -145,7 +145,7 @@ VISION_LANGUAGE: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "smolvlm": _with_vision("SmolVLMConfig", {"model_type": "llama"}),
     "cohere2-vision": _with_vision(
         "Cohere2VisionConfig",
-        # SGLang's Cohere 2 has windows of a token more than transformers', so prompts are shorter than this one.
+        # SGLang's Cohere 2 has windows one token longer than transformers', so prompts are shorter than the window.
         {"model_type": "cohere2", **BY_TURNS, "sliding_window": 8192, "tie_word_embeddings": True},
     ),
     "ministral3": _with_vision(
@@ -159,13 +159,13 @@ VISION_LANGUAGE: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         },
     ),
 }  # fmt: skip
-"""Of these the language model is served alone. Plain SGLang serves few of them on a CPU."""
+"""Vision-language models whose language model alone is served. Plain SGLang serves few of them on a CPU."""
 
 BY_TRANSFORMERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
-    # SGLang's attention on a CPU leaves the cap of its logits out.
+    # SGLang's CPU attention ignores the cap of its logits.
     "gemma2": _of(
         "Gemma2Config",
-        hidden_act="gelu_pytorch_tanh",  # SGLang reads it; transformers has hidden_activation alone
+        hidden_act="gelu_pytorch_tanh",  # SGLang reads this field; transformers only has hidden_activation
         **BY_TURNS,
         sliding_window=100,
         query_pre_attn_scalar=32,
@@ -177,7 +177,7 @@ BY_TRANSFORMERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "granite-sinks": _of(
         "GraniteSWAConfig", **BY_TURNS, sliding_window=150, rope_theta=10000.0, layer_rope_theta=[10000.0, 10000.0]
     ),
-    # SGLang has only GPU kernels for parts of these.
+    # SGLang has parts of these only as GPU kernels.
     "minimax-m2": _of(
         "MiniMaxM2Config",
         num_local_experts=4,
@@ -200,19 +200,18 @@ BY_TRANSFORMERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
 }
-"""Families whose attention plain SGLang does not have on a CPU: the reference is transformers' own."""
+"""Families whose attention plain SGLang lacks on a CPU; transformers is the reference."""
 
 WIDE = {"llama-wide": _of("LlamaConfig", hidden_size=4160, intermediate_size=512)}
-"""So many inputs that weights are packed."""
+"""Enough inputs that weights are packed."""
 
 EMBEDDINGS = {"olmo2": 1.0, "gemma2": 0.001, "gemma3": 0.001, "gemma3-vl": 0.001}
-"""The standard deviation of the embedding, of families with a norm behind attention. Without a head of its own a
-model with large embeddings repeats its last token; with one, small embeddings are lost beside what attention adds.
-"""
+"""Standard deviation of the embedding, for families with a norm after attention. With tied embeddings, large ones make
+a model repeat its last token. Otherwise small ones are negligible beside the output of attention."""
 
 
 def auto_class(family: str) -> Any:
-    """What makes transformers' model of the family."""
+    """The auto class of transformers for the family."""
     name = "AutoModelForImageTextToText" if family in VISION_LANGUAGE else "AutoModelForCausalLM"
     return getattr(transformers, name)
 
@@ -224,7 +223,7 @@ def build(family: str, folder: Path) -> str:
     model = auto_class(family).from_config(config).float()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            # Default initialisation makes attention uniform; biases and norms of 0 and 1 would hide a lost one.
+            # Default initialisation makes attention uniform; biases of 0 and norms of 1 would hide a lost one.
             if weight.dim() > 1:
                 weight.normal_(0, EMBEDDINGS.get(family, 0.12) if "embed" in name else 0.12)
             else:
@@ -243,7 +242,7 @@ def build(family: str, folder: Path) -> str:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A tokenizer of bytes, for what speaks text: grammars."""
+    """A byte tokenizer, for features that need text, such as grammars."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {letter: 3 + i for i, letter in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -1,4 +1,4 @@
-// What goes wrong on purpose: workers that throw, and a kind of task that does.
+// Deliberate failures: workers that throw, and a kind of task that does.
 #include <sys/mman.h>
 
 #include <atomic>
@@ -16,7 +16,7 @@
 
 namespace fluxion {
 
-// The base's own, which faults do not use: this library has its table of virtual functions for itself.
+// Stand-ins for the base class's methods, which faults do not use: this library has its own vtable.
 void TaskKind::reserve(int, int, Scratch*) const {}
 Selection TaskKind::run(const Layer&, const Task&, Scratch*, float*, float*) const { return {}; }
 
@@ -45,7 +45,7 @@ class Failing : public TaskKind {
   Selection run(const Layer&, const Task&, Scratch* scratch, float*, float*) const override {
     if (chunks_ == 0) fail(what_);
     scratch->stage.run(chunks_, scratch, [&](int chunk, Scratch*) {
-      // Long enough for others to come, so that some of these are theirs.
+      // Long enough for other workers to take some of the chunks.
       for (const int64_t end = now_ns() + 200'000; now_ns() < end;) cpu_pause();
       if (chunk == chunks_ - 1) fail(what_);
     });
@@ -61,9 +61,9 @@ TaskKindRef failing_kind(ffi::String what, int64_t chunks) {
   return make_kind<Failing>(std::string(what), static_cast<int>(chunks));
 }
 
-// A round of every way to use a pool of so many workers, of which `thrower` throws (-1: none). Returns how
-// often the caller got the exception; each way is tried once more without one and must then do all there is
-// to do.
+// Tries every way to use a pool of `threads` workers, of which `thrower` throws (-1: none). Returns how often
+// the caller got the exception. Each way is tried once more without an exception and must then do all the
+// work.
 int64_t failing_workers(int64_t threads, int64_t thrower) {
   WorkerPool pool(static_cast<int>(threads), {});
   struct Job {
@@ -83,7 +83,7 @@ int64_t failing_workers(int64_t threads, int64_t thrower) {
       if (who == -1 && job.items.load() < threads) throw std::logic_error("Something was left undone.");
     }
   };
-  // Everyone comes, so that whoever is to throw is there.
+  // All workers enter, so that the thrower is among them.
   const auto all = [](void* ctx, int worker) {
     Job* job = static_cast<Job*>(ctx);
     ++job->inside;
@@ -116,8 +116,8 @@ int64_t failing_workers(int64_t threads, int64_t thrower) {
   return caught;
 }
 
-// How much of a mapping is there when threads of so many nodes, all of which have this one core, touched it
-// in turn.
+// Resident bytes of a mapping after threads of `nodes` nodes, which all have this one core, touched it in
+// turn.
 int64_t touched_in_turn(int64_t bytes, int64_t nodes, int64_t core) {
   const HostMemory memory(bytes);
   std::vector<NumaNode> all;
@@ -130,7 +130,7 @@ int64_t touched_in_turn(int64_t bytes, int64_t nodes, int64_t core) {
   return count * kSmallPage;
 }
 
-// Differences between the sum in plain C++ and the one that this CPU gets, for tokens of so many bytes.
+// Differences between the plain C++ sum and the one of this CPU, for tokens of `bytes` bytes.
 int64_t sums_that_differ(int64_t bytes, int64_t times) {
   uint64_t word = 1;
   std::vector<char> data(bytes + 8);
@@ -147,7 +147,7 @@ int64_t sums_that_differ(int64_t bytes, int64_t times) {
   return differ;
 }
 
-// Bytes of a token of which a changed bit leaves the plain sum as it was.
+// Bytes of a token in which a changed bit leaves the plain sum unchanged.
 int64_t bytes_without_a_say(int64_t bytes) {
   std::vector<char> data(bytes, 'a');
   const auto sum = [&] {

@@ -1,5 +1,4 @@
-// An allocator for LD_PRELOAD that gives libfluxion.so no memory when it is told to. Other libraries get
-// theirs.
+// An allocator for LD_PRELOAD that fails for libfluxion.so on request. Other libraries are not affected.
 #include <link.h>
 
 #include <atomic>
@@ -10,8 +9,8 @@
 
 namespace {
 
-std::atomic<uintptr_t> first{0}, last{0};  // of the library's code
-std::atomic<long> left{0};                 // allocations of it until one fails; 0: none will
+std::atomic<uintptr_t> first{0}, last{0};  // range of the library's code
+std::atomic<long> left{0};                 // its allocations until one fails; 0: none fails
 std::atomic<long> seen{0};
 
 int find(dl_phdr_info* info, size_t, void*) {
@@ -42,8 +41,8 @@ void* allocate(size_t size, size_t align, void* caller) {
 
 }  // namespace
 
-// The n-th allocation of libfluxion.so from now on fails, and it alone; 0: none. Returns how many there were
-// since the last call.
+// Makes only the n-th allocation of libfluxion.so from now on fail; 0: none. Returns the number of its
+// allocations since the last call.
 extern "C" [[gnu::visibility("default")]] long hostile_arm(long n) {
   if (first == 0) dl_iterate_phdr(find, nullptr);
   left = n;

@@ -1,4 +1,4 @@
-"""Policies of another package, for servers that are to fail. A server finds them with this folder on PYTHONPATH."""
+"""Failing policies of another package, for servers. A server finds them with this folder on PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fluxion_sglang.policy.streaming import StreamingPolicy
 
 
 class FaultyPolicy(FullPolicy):
-    """faulty:STEP[:RANK] reads everything, and raises in one decode step, counted from 1, after its first layer; with
-    RANK on that rank alone."""
+    """faulty:STEP[:RANK] reads everything, and raises in decode step STEP (from 1) after its first layer; with RANK
+    only on that rank."""
 
     def __init__(self, step: str, rank: str = "") -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class FaultyPolicy(FullPolicy):
 
 
 class SleeperPolicy(StreamingPolicy):
-    """sleeper:SECONDS takes so long to plan the second layer of every step."""
+    """sleeper:SECONDS delays the plan of the second layer in every step."""
 
     def __init__(self, seconds: str) -> None:
         super().__init__()

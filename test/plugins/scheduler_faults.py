@@ -1,4 +1,4 @@
-"""Faults in SGLang's scheduler, for servers of several processes, which find them with this folder on PYTHONPATH."""
+"""Faults in SGLang's scheduler, for servers with several processes, which find them with this folder on PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def load() -> None:
-    """Where FAULT_RANKS names ranks ("0,1"), decode steps of a request whose id begins with "guilty" fail on these."""
+    """On ranks in FAULT_RANKS ("0,1"), decode steps of a request whose id begins with "guilty" fail."""
     ranks = os.environ.get("FAULT_RANKS")
     if ranks is None:
         return

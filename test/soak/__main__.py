@@ -1,13 +1,13 @@
-"""Hours of mixed load on a server with a tiny model, and what it has to keep all the way through.
+"""Hours of mixed load on a server with a tiny model, and the invariants that it must keep.
 
     make soak                             # 10 minutes, one rank
     make soak ARGS="--minutes 480 --tp 2"
 
-The server listens on the loopback interface alone. Its host pool is small, so that requests are retracted and prefixes
-evicted all the time. Storms of requests alternate with quiet moments. In each of these the pool is empty, a canary
-prompt gets the answers that it got at first, and memory, file descriptors and threads of every process are noted.
-SGLang's leak check stays on. Results go to benchmark/results/<machine>: soak.json of one rank, soak_tp2.json of two.
-The exit status is 1 where anything was not as it has to be.
+The server listens on the loopback interface only. Its host pool is small, so that requests are constantly retracted and
+prefixes evicted. Storms of requests alternate with quiet moments. In each of these the pool is empty, a canary prompt
+gets the same answers as at first, and memory, file descriptors and threads of every process are recorded. SGLang's leak
+check stays on. Results go to benchmark/results/<machine>: soak.json for one rank, soak_tp2.json for two. The exit
+status is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from benchmark.common import RESULTS, header, machine_name, save
 POOL = 3200
 """Tokens of the host pool: two of the longest prompts with their answers."""
 WARM_UP = 0.25
-"""The part of a run of which memory counts for nothing: allocators and caches fill."""
+"""Share of a run whose memory is ignored, while allocators and caches fill."""
 BOUND_MIB_PER_HOUR = 30.0
-"""Growth of a process's memory that is a leak, once it is established."""
+"""Growth of a process's memory that counts as a leak, once it is established."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,7 +54,7 @@ def serve(folder: Path, tp: int) -> Server:
     predictor = tiny_predictor.build(folder / "predictor", model)
     options = {"policy": "fluxion", "predictor": predictor, "host_tokens": POOL, "sketches": True}
     flags = ["--chunked-prefill-size", "256", "--enable-mixed-chunk", "--schedule-conservativeness", "0.1"]
-    # Two ranks of a machine with one NUMA node: SGLang binds a rank to a node where nothing else is said.
+    # Two ranks on one NUMA node: by default SGLang binds each rank to a node.
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp)))} if tp > 1 else {}
     env |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "50"}
     return Server(
@@ -64,7 +64,7 @@ def serve(folder: Path, tp: int) -> Server:
 
 
 def quiet(server: Server, load: Load, at: float) -> dict[str, Any]:
-    """A moment without requests: the server idle, its pool empty, the canary well. A row of the results."""
+    """A moment without requests: idle server, empty pool, canary unchanged. Returns a row of the results."""
     server.flush()
     server.assert_idle()
     used = [int(one["num_used_tokens"]) for one in loads(server)]
@@ -81,7 +81,7 @@ def quiet(server: Server, load: Load, at: float) -> dict[str, Any]:
 
 
 def loads(server: Server) -> list[dict[str, Any]]:
-    """What every replica says of its pool; the scheduler publishes it once in a while."""
+    """Every replica's report about its pool, which the scheduler publishes at intervals."""
     deadline = time.monotonic() + 10
     while True:
         found = requests.get(server.url + "/v1/loads", timeout=PATIENCE_S).json()["loads"]
@@ -91,7 +91,7 @@ def loads(server: Server) -> list[dict[str, Any]]:
 
 
 def judged(rows: list[dict[str, Any]], bound: float) -> tuple[list[dict[str, Any]], list[str]]:
-    """What memory, file descriptors and threads did, by process; and sentences of what has grown."""
+    """Development of memory, file descriptors and threads by process; and messages about growth."""
     processes, wrong = [], []
     warm = [row for row in rows if row["at_s"] >= WARM_UP * rows[-1]["at_s"]]
     for name in rows[-1]["rss_mib"]:
@@ -128,7 +128,7 @@ def run(words: argparse.Namespace, folder: Path) -> dict[str, Any]:
     wrong = [*load.failures, *wrong]
     if found := LEAK_WORDS.search(log):
         wrong.append(f"the log says {log[found.start() : found.start() + 200]!r}")
-    # What the run is for has to have happened.
+    # Check that the intended events happened.
     happened = dict(sorted(load.counts.items())) | {
         "evicted tokens": int(total(metrics, "evicted_tokens_total")),
         "retracted requests": int(total(metrics, "num_retracted_requests_total")),

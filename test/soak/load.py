@@ -1,4 +1,4 @@
-"""What a server is given to do: requests of every kind, a few at a time, and an operator who interferes."""
+"""Load of the server: requests of every kind, a few at a time, and an operator who interferes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from fluxion_sglang.policy import examples
 NEW = 24
 """Tokens of a canary's answer."""
 CANARIES = ("full", "fixed:16:0.05", "fluxion", "anchor", "hgca", "psa", "lfps")
-"""Policies of the canary prompt: one of every way that the engine decides and remembers."""
+"""Policies of the canary prompt, one for each way in which the engine decides and remembers."""
 CANARY = 900
-"""Tokens of its prompt."""
+"""Tokens of the canary's prompt."""
 LEAST_MARGIN = 1e-3
-"""Nats between the best and the next token of the canary's exact answer: rounding in another batch changes nothing."""
+"""Minimum margin, in nats, between the best and the second token of the canary's exact answer; rounding in another
+batch then changes nothing."""
 
 YARDSTICKS = ("oracle", "labels")
-"""Policies that no request may have on a server without an audit."""
+"""Policies that requests may not use on a server without an audit."""
 HOSTILE = ("", "nosuch", "full:1", "fixed:16", "fixed:17:0.5", "fixed:16:nan", "fixed:16:1e-99", ":" * 200, "x" * 9000)
-"""Policy specs of clients that are none."""
+"""Illegal policy specs."""
 
 Params = dict[str, Any]
 
@@ -38,12 +39,12 @@ class Load:
     """Drives one server.
 
     Args:
-        most: tokens of the longest prompt; `pool` tokens are the host pool's.
-        workers: requests at a time, forks not counted.
+        most: tokens of the longest prompt; `pool`: tokens of the host pool.
+        workers: concurrent requests, without forks.
 
     Attributes:
-        counts: what happened how often, by a name of its own.
-        failures: sentences; of what may not happen.
+        counts: number of events by name.
+        failures: messages about failed checks.
     """
 
     def __init__(self, server: Server, seed: int, *, pool: int, most: int = 1500, workers: int = 8) -> None:
@@ -61,7 +62,7 @@ class Load:
     # --- The canary ---
 
     def _decided_prompt(self) -> list[int]:
-        """A prompt of which no token of the exact answer is a near tie."""
+        """A prompt whose exact answer has no near tie between tokens."""
         for seed in range(2000, 2040):
             ids = cases.filler(CANARY, seed)
             got = self.server.generate(ids, NEW, top_logprobs_num=2)
@@ -71,7 +72,7 @@ class Load:
         raise RuntimeError("every prompt that was tried has a near tie in its answer")
 
     def ask_canary(self, spec: str) -> None:
-        """Ask an idle server, and note an answer that differs from the first one."""
+        """Ask an idle server, and record an answer that differs from the first one."""
         self.server.flush()
         params = self._params(NEW, spec)
         self._check_canary(spec, self.server.generate(self._canary, NEW, sampling_params=params).tokens)
@@ -84,7 +85,7 @@ class Load:
     # --- Storms ---
 
     def storm(self, seconds: float) -> None:
-        """Requests for some time; returns when the last one has its end."""
+        """Requests for some time; returns when the last one has ended."""
         deadline = time.monotonic() + seconds
         with ThreadPoolExecutor(self._workers + 2) as pool:
             jobs = [pool.submit(self._work, self._seeds.getrandbits(32), deadline) for _ in range(self._workers)]
@@ -108,7 +109,7 @@ class Load:
                     self._fail(f"{kind.__name__.strip('_')}: {type(error).__name__}: {error}")
 
     def _operate(self, seed: int, deadline: float) -> None:
-        """Pause and go on, and empty the cache, while requests run."""
+        """Pause and continue the server, and empty the cache, while requests run."""
         rng = random.Random(seed)
         while time.monotonic() < deadline:
             time.sleep(min(rng.uniform(1, 4), max(deadline - time.monotonic(), 0)))
@@ -125,7 +126,7 @@ class Load:
             self._count(f"pause {mode}")
 
     def _sing(self, deadline: float) -> None:
-        """The canary among the others. Under `full` its answer is the same whatever is in its batches."""
+        """Ask the canary among other requests. Under `full` its answer does not depend on the batch."""
         while time.monotonic() < deadline:
             got = self.server.generate(self._canary, NEW, sampling_params=self._params(NEW, "full"))
             if got.finish.get("type") == "length":
@@ -153,7 +154,7 @@ class Load:
         self._ended("fork", reply, 40)
 
     def _hang_up(self, rng: random.Random, http: requests.Session) -> None:
-        """A connection of its own, which goes away in the midst of an answer."""
+        """Open a separate connection and close it during an answer."""
         with self._stream(rng, "") as reply:
             for _, _ in zip(reply.iter_lines(), range(rng.randint(0, 30)), strict=False):
                 pass
@@ -175,7 +176,7 @@ class Load:
         self._count("abort")
 
     def _converse(self, rng: random.Random, http: requests.Session) -> None:
-        """Turns that each begin with all before them."""
+        """Turns that each begin with all earlier ones."""
         ids, spec = self._prompt(rng)[: self._most // 2], rng.choice([None, *self._specs])
         for _ in range(3):
             body = {"input_ids": ids, "sampling_params": self._params(30, spec)}
@@ -198,7 +199,7 @@ class Load:
             reply = http.post(self.url + "/generate", json=body, timeout=PATIENCE_S)
             self._ended("session turn", reply, 20)
             if reply.status_code != 200 or reply.json()["meta_info"]["finish_reason"]["type"] != "length":
-                break  # a node that was aborted has no next one
+                break  # an aborted node has no successor
             rid = reply.json()["meta_info"]["id"]
         http.post(self.url + "/close_session", json={"session_id": session}, timeout=PATIENCE_S)
 
@@ -221,7 +222,7 @@ class Load:
     # --- Parts ---
 
     def _prompt(self, rng: random.Random) -> list[int]:
-        """Short ones and long ones; half of them begin like others."""
+        """Short and long prompts; half of them share a prefix with others."""
         length = round(self._most ** rng.uniform(0, 1))
         if rng.random() < 0.5:
             return self._filler(rng, length)
@@ -247,7 +248,7 @@ class Load:
             self._fail(f"{path} got status {reply.status_code}: {reply.text[:200]}")
 
     def _ended(self, name: str, reply: requests.Response, new: int) -> None:
-        """An answer has to be whole, or aborted by the operator."""
+        """Check that an answer is whole, or aborted by the operator."""
         answers = reply.json()
         for answer in answers if isinstance(answers, list) else [answers]:
             if _aborted(answer):
@@ -267,6 +268,6 @@ class Load:
 
 
 def _aborted(answer: Any) -> bool:
-    """Whether the operator ended it: by SGLang's words, not by those of a failure."""
+    """Whether the operator ended it: by SGLang's message, not by a failure's."""
     finish = (answer.get("meta_info", {}).get("finish_reason") if isinstance(answer, dict) else None) or {}
     return finish.get("type") == "abort" and "attention failed" not in str(finish.get("message"))

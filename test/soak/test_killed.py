@@ -1,8 +1,8 @@
 """Processes of a server are killed, stopped and asked to end, under twenty streams.
 
-Clients get an error or an end within seconds, no process is left, and /health tells the truth, as far as SGLang knows
-it: its scheduler answers /health past the detokenizer. Where the detokenizer is gone and the scheduler is not, SGLang
-waits a minute for core dumps of CUDA before it ends; the servers here are told not to.
+Clients get an error or an end within seconds, no process is left, and /health is right as far as SGLang knows: its
+scheduler answers /health without the detokenizer. If only the detokenizer dies, SGLang waits a minute for core dumps of
+CUDA before it ends; the servers here skip that wait.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ pytestmark = pytest.mark.full
 
 STREAMS = 20
 SHORT, LONG = 400, 4000
-"""Tokens of an answer that is to end, and of one that is not. The pool has room for all of them at once."""
+"""Tokens of an answer that should end, and of one that should not. The pool has room for all of them at once."""
 SECONDS = 20
-"""Until clients know and processes are gone. SGLang looks once a second whether its processes live."""
+"""Seconds until clients know and processes are gone. SGLang checks its processes once a second."""
 HEALTH_S = 45
-"""Until /health has made up its mind: SGLang waits 20 seconds for a sign of life."""
+"""Seconds until /health has an answer: SGLang waits 20 seconds for a sign of life."""
 PROCESSES = ("main", "sglang::scheduler", "sglang::detokenizer")
 
 
@@ -39,7 +39,7 @@ class Stream(threading.Thread):
     """A client that reads an answer token by token.
 
     Attributes:
-        pieces: that came. end: how it ended: the reason that the server gave, or the exception.
+        pieces: number received. end: the finish reason of the server, or the exception.
     """
 
     def __init__(self, url: str, seed: int, new: int) -> None:
@@ -73,7 +73,7 @@ def served(folder: Path, name: str, fluxion: str | None = '{"host_tokens": 13107
 
 
 def streams(server: Server, new: int) -> list[Stream]:
-    """Twenty of them, all under way."""
+    """Twenty streams that have begun."""
     found = [Stream(server.url, 100 + i, new) for i in range(STREAMS)]
     deadline = time.monotonic() + PATIENCE_S
     while not all(stream.pieces >= 2 for stream in found):
@@ -88,7 +88,7 @@ def processes(server: Server) -> dict[str, psutil.Process]:
 
 
 def group_is_gone(server: Server, within: float) -> bool:
-    """Whether no process of the server's group is left; a zombie that nobody has waited for is none."""
+    """Whether no process of the server's group is left; zombies do not count."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         server.process.poll()
@@ -114,7 +114,7 @@ def ended(found: list[Stream], within: float) -> list[str]:
 
 
 def health(server: Server, timeout: float = HEALTH_S) -> int | None:
-    """The status of /health; None where nobody answers."""
+    """Status of /health; None if there is no answer."""
     try:
         return requests.get(server.url + "/health", timeout=timeout).status_code
     except requests.RequestException:
@@ -127,7 +127,7 @@ def health(server: Server, timeout: float = HEALTH_S) -> int | None:
     ids=lambda value: value.name if isinstance(value, signal.Signals) else str(value).removeprefix("sglang::"),
 )
 def test_a_process_is_lost(tmp_path: Path, name: str, number: signal.Signals) -> None:
-    """The server ends: what is left of it cannot answer anybody."""
+    """The server ends: the remaining processes cannot answer requests."""
     with served(tmp_path, "lost") as server:
         found = streams(server, LONG)
         processes(server)[name].send_signal(number)
@@ -141,7 +141,7 @@ def test_a_process_is_lost(tmp_path: Path, name: str, number: signal.Signals) ->
 
 
 def test_a_process_sleeps_and_wakes(tmp_path: Path) -> None:
-    """Streams stand still, /health does not call that healthy, and all go on. Then the server is asked to end."""
+    """Streams stop, /health does not report healthy, and all streams continue. Then the server is asked to end."""
     with served(tmp_path, "sleeps") as server:
         for name in PROCESSES:
             found = streams(server, SHORT)
@@ -163,7 +163,7 @@ def test_a_process_sleeps_and_wakes(tmp_path: Path) -> None:
 
 
 def _asked_to_end(server: Server) -> None:
-    """SIGTERM of the whole: what runs gets its end, nothing new is healthy, and everything is gone."""
+    """SIGTERM to the server: running requests end, /health reports unhealthy, and all processes are gone."""
     found = streams(server, SHORT)
     server.process.terminate()
     time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""Five minutes of a soak, and that its judgement can fail."""
+"""Five minutes of a soak, and a check that its judgement can fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = np.arange(0, 600, 25.0)
 
 
 def test_a_leak_is_established() -> None:
-    """Of 60 MiB an hour within ten minutes, under noise of half a MiB."""
+    """A leak of 60 MiB per hour is established within ten minutes, under noise of half a MiB."""
     noise = np.random.default_rng(0).normal(0, 0.5, len(SECONDS))
     found = slope(SECONDS, 1000 + SECONDS / 60 + noise)
     assert found.low < 60 < found.high and found.exceeds(30)
@@ -38,8 +38,8 @@ def test_counts_that_go_up_are_seen() -> None:
 def test_five_minutes(tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
     path = os.pathsep.join([str(ROOT / "test"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    # What the first hundreds of requests allocate for good comes in steps, the last of them after minutes on a slow
-    # machine. A bound that only hours can tell from that would be noise here.
+    # Permanent allocations of the first hundreds of requests come in steps, the last after minutes on a slow machine. A
+    # bound that only hours can distinguish from these would be noise here.
     command = [sys.executable, "-m", "soak", "--minutes", "5", "--storm", "15", "--bound", "1200", "--out", str(out)]
     run = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""What a server's processes hold, and whether it grows."""
+"""Resources of a server's processes, and whether they grow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Holding:
-    """Of one process: resident memory in MiB, open file descriptors, threads."""
+    """Resources of one process: resident memory in MiB, open file descriptors, threads."""
 
     rss_mib: float
     fds: int
@@ -23,7 +23,7 @@ class Holding:
 
 
 def holdings(pid: int) -> dict[str, Holding]:
-    """Of a process and all below it, by the names that SGLang gives them."""
+    """Resources of a process and all its descendants, by SGLang's names."""
     found: dict[str, Holding] = {}
     seen: Counter[str] = Counter()
     main = psutil.Process(pid)
@@ -38,7 +38,7 @@ def holdings(pid: int) -> dict[str, Holding]:
 
 
 def title(process: psutil.Process) -> str:
-    """SGLang's title of a process, such as sglang::scheduler; else what it runs."""
+    """SGLang's title of a process, such as sglang::scheduler; else its program."""
     words = " ".join(process.cmdline())
     if words.startswith("sglang::"):
         return words.split()[0].strip("\0")
@@ -47,7 +47,7 @@ def title(process: psutil.Process) -> str:
 
 @dataclass(frozen=True)
 class Slope:
-    """Growth in units an hour: the fit, and the two ends of its 95% interval."""
+    """Growth in units per hour: the fit, and the ends of its 95% interval."""
 
     fit: float
     low: float
@@ -59,9 +59,9 @@ class Slope:
 
 
 def slope(seconds: Sequence[float], values: Sequence[float]) -> Slope:
-    """The straight line through what was seen, by least squares; at least three points at different times."""
+    """Least-squares line through the observations; at least three points at different times."""
     fit = stats.linregress(seconds, values)
-    # What never changed has no deviation that scipy could divide by.
+    # Constant observations have no deviation to divide by.
     error = float(fit.stderr) if math.isfinite(fit.stderr) else 0.0
     half = float(stats.t.ppf(0.975, len(seconds) - 2)) * error
     ends = (float(fit.slope), float(fit.slope) - half, float(fit.slope) + half)
@@ -69,6 +69,6 @@ def slope(seconds: Sequence[float], values: Sequence[float]) -> Slope:
 
 
 def grown(counts: Sequence[int]) -> bool:
-    """Whether what has to be constant went up: the last third of what was seen has more than all before it."""
+    """Whether a value that must be constant grew: the maximum of the last third exceeds all before it."""
     cut = len(counts) - max(len(counts) // 3, 1)
     return max(counts[cut:]) > max(counts[:cut])

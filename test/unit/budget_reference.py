@@ -1,6 +1,6 @@
-"""Least budgets written straight from their definition, in torch float64: what `predictor.measure` has to find.
+"""Least budgets straight from their definition, in torch float64: the reference for `predictor.measure`.
 
-It shares nothing with the native code.
+It shares no code with the native library.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def block_positions(middle: int, blk: int, sinks: int) -> list[range]:
 
 
 def order_of(q: torch.Tensor, k: torch.Tensor, groups: Sequence[range], spread: float = 1.0) -> list[int]:
-    """Indices of the blocks, the best first and of equal ones the lower; q [D], k [n, D], both as stored.
+    """Indices of the blocks, best first; the lower of equal ones first. q [D], k [n, D], both as stored.
 
     Args:
-        spread: of `block_scores`.
+        spread: see `block_scores`.
     """
     if not groups:
         return []
@@ -48,7 +48,7 @@ def order_of(q: torch.Tensor, k: torch.Tensor, groups: Sequence[range], spread: 
 def budget_of_count(count: int, middle: int, blk: int, blocks: int) -> float:
     """The budget with which serving reads exactly `count` of `blocks` blocks: min(1, count * blk / middle).
 
-    1 is kept for all of them: where cut blocks let fewer reach it, the float32 below it is returned.
+    1 is reserved for all blocks. If cut blocks let fewer blocks reach it, the largest float32 below 1 is returned.
     """
     if count == 0:
         return 0.0
@@ -57,7 +57,7 @@ def budget_of_count(count: int, middle: int, blk: int, blocks: int) -> float:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What every prefix of the ranked blocks of one head gives; entry c is that of the c best, 0 to blocks.
+    """Results of every prefix of one head's ranked blocks; entry c belongs to the c best, from 0 to blocks.
 
     Attributes:
         distance: [blocks + 1] float64, |o' - o|.
@@ -68,14 +68,15 @@ class Prefixes:
     mass: torch.Tensor
 
     def values(self, kind: int, norm: float, largest: float) -> torch.Tensor:
-        """What criterion `kind` compares with its threshold: [blocks + 1]. norm: |o|; largest: the heads' greatest."""
+        """Values that criterion `kind` compares with its threshold: [blocks + 1]. norm: |o|; largest: maximum over
+        heads."""
         if kind == Deviation.COVERAGE:
             return self.mass
         by = largest if kind == Deviation.LAYER else norm
         return self.distance / by if by > 0 else torch.where(self.distance > 0, math.inf, 0.0)
 
     def first(self, kind: int, threshold: float, norm: float, largest: float) -> int:
-        """The least number of blocks that meets the criterion; all of them always do."""
+        """The smallest number of blocks that meets the criterion; all blocks always do."""
         values = self.values(kind, norm, largest)
         met = values >= threshold if kind == Deviation.COVERAGE else values <= threshold
         met[-1] = True
@@ -85,10 +86,10 @@ class Prefixes:
 def prefixes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, placement: Placement, blk: int, spread: float = 1.0
 ) -> Prefixes:
-    """The walk of one head over the blocks of its middle, each prefix from scratch.
+    """Prefixes of one head over the blocks of its middle, each computed from scratch.
 
     Args:
-        q: [D], k, v: [n, D], the request's tokens up to the query's own.
+        q: [D]. k, v: [n, D], the request's tokens up to the query's own.
     """
     n = len(k)
     middle = placement.middle(n)

@@ -11,11 +11,11 @@ import torch
 from effort import examples
 from hypothesis import settings
 
-# A few tests use what another one has made: its folder need not be collected before.
+# Some tests use objects of another test's module, whose folder may not have been collected yet.
 sys.path += sorted(str(path) for path in Path(__file__).parent.iterdir() if path.is_dir())
 
-# The tests' tensors are small: torch's thread pool would spend its time waiting for itself, and for the workers under
-# test, which want the same cores.
+# The tests' tensors are small: torch's thread pool would mostly wait, and compete with the workers under test for
+# cores.
 torch.set_num_threads(1)
 
 # A deadline measures the machine, not the code.
@@ -25,7 +25,7 @@ settings.load_profile("fluxion")
 
 @pytest.fixture
 def server_args(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """SGLang's ServerArgs; those with the flag put a hook of their own in place of Python's for exceptions."""
+    """SGLang's ServerArgs. With the flag they replace Python's exception hook, which this restores."""
     from sglang.srt.server_args import ServerArgs
 
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)

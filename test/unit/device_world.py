@@ -1,4 +1,4 @@
-"""A mailbox and windows on the simulated device, and attention in float64 to compare with."""
+"""A mailbox and windows on the simulated device, and attention in float64 as reference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Stream:
-    """A stream for the length of a `with`."""
+    """A stream for the duration of a `with`."""
 
     def __enter__(self) -> int:
         self.handle = sim().stream_create()
@@ -74,7 +74,7 @@ class Mail:
             "head_dim": shape.head_dim, "dtype": shape.dtype,
         }  # fmt: skip
         self.mailbox = Mailbox(MailboxShape(**self._sizes))
-        self.arena = self.mailbox.arena.fill_(255)  # what nobody writes is NaN
+        self.arena = self.mailbox.arena.fill_(255)  # words never written are NaN
         library.host_register(self.arena)
         weakref.finalize(self, library.host_unregister, self.arena)
         place = shape.placement
@@ -106,13 +106,13 @@ class Mail:
         return q, k, v
 
     def answer(self, sequence: int, o: torch.Tensor, lse: torch.Tensor) -> None:
-        """The CPU's part of a layer: o [B, Hq, D], lse [B, Hq]."""
+        """Write the CPU's part of a layer: o [B, Hq, D], lse [B, Hq]."""
         self.slot("o", sequence, len(o)).copy_(o)
         self.slot("lse", sequence, len(o)).copy_(lse)
         self.write("answered", sequence)
 
     def answer_later(self, sequence: int, o: torch.Tensor, lse: torch.Tensor) -> threading.Thread:
-        """The same from a thread that waits for the layer."""
+        """`answer` from a thread that waits for the layer."""
 
         def work() -> None:
             while self.word("published") != sequence:
@@ -140,7 +140,7 @@ class Mail:
 
 
 def merged(*parts: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results (o, lse) of attention to disjoint tokens as one, float64; of nothing 0 and -inf."""
+    """Merge results (o, lse) of attention to disjoint tokens, float64; without tokens 0 and -inf."""
     lses = torch.stack([lse.double() for _, lse in parts])
     lse = lses.logsumexp(0)
     if torch.isneginf(lse):

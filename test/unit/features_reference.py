@@ -1,4 +1,4 @@
-"""The features of the predictor, written down in torch."""
+"""The features of the predictor, in torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def decode_features(
     anchor_q: torch.Tensor, mean_k: torch.Tensor, layer: int, first_head: int, sinks: int, window: int, scale: float,
     out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """The features of every head of a step, computed in float64; arguments as of `predictor.kernel.features`."""
+    """Features of every head of a step, in float64; for arguments see `predictor.kernel.features`."""
     B, Hq, _ = q.shape
     at = rows.long()
     placement = Placement(sinks, window)

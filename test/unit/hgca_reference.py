@@ -13,10 +13,12 @@ from fluxion_sglang.kv.placement import Placement
 
 @dataclass
 class Head:
-    """Attributes:
-    average: moving averages of the residents, by position.
-    salient: the contextual set: positions.
-    near: how near any decision came to its threshold, relative to it.
+    """State of one head.
+
+    Attributes:
+        average: moving averages of the residents' weights, by position.
+        salient: positions of the contextual set.
+        near: minimum distance of any decision from its threshold, relative to it.
     """
 
     placement: Placement
@@ -35,7 +37,7 @@ class Head:
         return range(self.placement.sinks, self.placement.window_start(n))
 
     def weights(self, q: Tensor, keys: Tensor, at: list[int]) -> dict[int, float]:
-        """Softmax over the tokens `at` [lines 8 and Algorithm 2, 4]."""
+        """Softmax over the tokens `at` (line 8, and line 4 of Algorithm 2)."""
         if not at:
             return {}
         scores = keys[torch.tensor(at)].double() @ q.double() * self.scale
@@ -66,7 +68,7 @@ class Head:
         self.length = n
 
     def decode(self, keys: Tensor, q: Tensor) -> None:
-        """keys [n, D] with the step's own."""
+        """keys [n, D], including the step's own."""
         n = len(keys)
         now = self.residents(n)
         leaving = {t: weight for t, weight in self.average.items() if t not in set(now)}

@@ -1,6 +1,4 @@
-"""What the host pool makes of keys and values in 8 bits (`DType` in csrc/kernels/table.h), in torch: to be checked by
-reading.
-"""
+"""Keys and values in 8 bits as the host pool stores them (`DType` in csrc/kernels/table.h), in plain torch."""
 
 from __future__ import annotations
 
@@ -8,19 +6,19 @@ import torch
 from torch import Tensor
 
 INT8 = torch.int8
-"""Stands for it where a test names the dtypes of a pool."""
+"""Denotes this format where a test lists the dtypes of a pool."""
 
 SCALE = 2
-"""Bytes of a scale, bfloat16."""
+"""Bytes of a bfloat16 scale."""
 
 
 def pair_bytes(dim: int, dtype: torch.dtype) -> int:
-    """Of a key and a value, as a pool of this dtype stores them."""
+    """Bytes of a key and a value in a pool of this dtype."""
     return 2 * (dim + SCALE if dtype == INT8 else dim * dtype.itemsize)
 
 
 def entry_bytes(dim: int, dtype: torch.dtype) -> int:
-    """Of the metadata of a block."""
+    """Bytes of the metadata of a block."""
     return 2 * dim * (2 if dtype == INT8 else dtype.itemsize)
 
 
@@ -36,19 +34,19 @@ def pack(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack(integers: Tensor, scales: Tensor) -> Tensor:
-    """What is stored, exactly: float32."""
+    """The stored values, exactly, in float32."""
     return integers.float() * scales.float()[..., None]
 
 
 def multiplied_queries(q: Tensor) -> Tensor:
-    """bfloat16 [G, D] -> float64: what kernels of few heads multiply, integers of 16 bits in each head's own unit."""
+    """bfloat16 [G, D] -> float64: multiplicands of kernels for few heads, 16-bit integers with a scale per head."""
     most = q.float().abs().amax(-1, keepdim=True)
     inverse = torch.where(most > 1e-30, torch.tensor(32767.0) / most, 0.0)
     return (q.float() * inverse).round().double() * (most.double() / 32767)
 
 
 def stored(x: Tensor) -> Tensor:
-    """What is read of what was appended: bfloat16, of the same shape."""
+    """bfloat16 after storing and reading; same shape."""
     return unpack(*pack(x)).to(torch.bfloat16)
 
 
@@ -63,7 +61,7 @@ def pack_tiles(tiles: Tensor) -> Tensor:
 
 
 def unpack_tiles(packed: Tensor, D: int) -> Tensor:
-    """The inverse, exactly: [P, 2, 16, D] float32."""
+    """The exact inverse of `pack_tiles`: [P, 2, 16, D] float32."""
     P = len(packed)
     integers, last = packed[:, : 32 * D].view(torch.int8), packed[:, 32 * D :]
     keys = integers[:, : 16 * D].view(P, D // 2, 16, 2).transpose(1, 2).reshape(P, 16, D)
@@ -73,7 +71,7 @@ def unpack_tiles(packed: Tensor, D: int) -> Tensor:
 
 
 def bytes_of_rows(rows: Tensor, D: int) -> Tensor:
-    """[..., 32] -> [..., bytes of a tile]: for each byte, what is said of the key or the value that it belongs to."""
+    """[..., 32] -> [..., bytes of a tile]: for each byte, the entry of its key or value."""
     keys, values = rows[..., :16], rows[..., 16:]
     return torch.cat(
         [

@@ -1,4 +1,4 @@
-"""Kernels of every ISA this CPU has, called as the tests of them call them."""
+"""Calls of the kernels of every ISA on this CPU, for tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fluxion_sglang.native import topology
 
 OWN_ISAS = str(library().isas()).split(",")
 EMULATED = Path(os.environ["FLUXION_DEVICE_LIBRARIES"]) / "libfluxion_amx.so"
-"""Kernels for a matrix unit, with the unit in plain C: for CPUs with AVX-512 and without that unit."""
+"""Kernels for a matrix unit that is emulated in C, for CPUs with AVX-512 and without that unit."""
 _WIDE = topology()["isa_of_cpu"].startswith("avx512")
 ISAS = OWN_ISAS + ["amx"] * (_WIDE and EMULATED.is_file())
 DTYPES = [torch.float32, torch.bfloat16]
@@ -61,10 +61,10 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def accuracy(isa: str, dtype: torch.dtype, heads: int) -> float:
-    """What `error` of an attention over random values may be.
+    """Bound for `error` of attention over random values.
 
-    For more heads than 16, avx512bf16 multiplies values in bfloat16 by weights rounded to it: 2^-9 of each at most.
-    For more than 4, amx takes weights as sums of two numbers in bfloat16, which leaves 2^-16 of each at most.
+    For more than 16 heads, avx512bf16 rounds weights to bfloat16, an error of at most 2^-9 each. For more than 4, amx
+    splits weights into two bfloat16 numbers, an error of at most 2^-16 each.
     """
     if dtype == torch.bfloat16 and isa == "avx512bf16" and heads > 16:
         return 5e-3

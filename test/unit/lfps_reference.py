@@ -1,4 +1,4 @@
-"""LFPS straight from its equations, in float64: one query head, dense tables, everything recomputed every step."""
+"""LFPS straight from its equations, in float64: one query head, dense tables, everything recomputed in every step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lse(scores: Array) -> float:
 
 
 def threshold(entries: Array, alpha: float) -> tuple[float, float]:
-    """Mean, and Eq. 8: mean + (alpha + 3 / kurtosis) sqrt(m4 / m2); a flat table's is its mean."""
+    """Mean, and Eq. 8: mean + (alpha + 3 / kurtosis) sqrt(m4 / m2); for a flat table, its mean."""
     if not len(entries):
         return 0.0, 0.0
     mean = entries.mean()
@@ -33,7 +33,7 @@ def threshold(entries: Array, alpha: float) -> tuple[float, float]:
 
 
 class ReferenceHead:
-    """Tables of one head: `vertical` by position, `slash` by offset, as long as the request may get."""
+    """Tables of one head: `vertical` by position, `slash` by offset, up to the request's maximum length."""
 
     def __init__(
         self, placement: Placement, room: int, alpha: tuple[float, float] = (0.2, 0.2), expand: bool = True
@@ -43,7 +43,7 @@ class ReferenceHead:
         self.spread = 0.0
 
     def begin(self, keys: Array, queries: Array, scale: float) -> None:
-        """Eq. 4. keys: [n, D]. queries: [m, D], of the last m tokens."""
+        """Eq. 4. keys: [n, D]. queries: [m, D] of the last m tokens."""
         n, m, first = len(keys), len(queries), self.placement.sinks
         self.vertical[:], self.slash[:] = 0, 0
         for row, query in enumerate(queries):
@@ -59,8 +59,8 @@ class ReferenceHead:
     def passed(
         self, keys: Array, values: Array, query: Array, scale: float, limit: float
     ) -> tuple[float, float, Array]:
-        """Eq. 5 and 6 for a request of n tokens [n, D]: the share of the first tokens less the limit; LSE and output
-        that the middle is given if it is above 0."""
+        """Eq. 5 and 6 for a request of n tokens [n, D]: the share of the first tokens minus the limit; if it is above
+        0, the middle gets this LSE and output."""
         n = len(keys)
         middle = slice(self.placement.sinks, self.placement.window_start(n))
         scores = scale * keys @ query
@@ -72,7 +72,7 @@ class ReferenceHead:
         return share - limit, estimate, values[middle].mean(0)
 
     def candidates(self, n: int, slack: float = 0.0) -> set[int]:
-        """Eq. 7 to 9 for a request of n tokens; limits are higher by the share `slack` of themselves."""
+        """Eq. 7 to 9 for a request of n tokens. slack: relative increase of the limits."""
         first, start = self.placement.sinks, self.placement.window_start(n)
         mean_v, limit_v = threshold(self.vertical[first:start], self.alpha[0])
         mean_s, limit_s = threshold(
@@ -91,7 +91,7 @@ class ReferenceHead:
         return chosen | {p for p in near if above(p, mean_v, mean_s)}
 
     def update(self, n: int, chosen: dict[int, float], local_lse: float) -> None:
-        """Eq. 10. chosen: scaled scores by position. local_lse: of the window."""
+        """Eq. 10. chosen: scaled scores by position. local_lse: LSE of the window."""
         total = lse(np.array([local_lse, *chosen.values()]))
         self.vertical *= self.decay
         self.slash *= self.decay

@@ -1,4 +1,4 @@
-"""Requests with score tables, without an engine: what tasks would choose is dictated, and a reference follows."""
+"""Requests with score tables, without an engine: the test dictates the tasks' choices, and a reference follows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ROOM = 2048
 
 
 def lists_of(plan: LayerPlan) -> Listed:
-    """What a plan lists, with its record and what is given."""
+    """The lists of a plan, with its record and given results."""
     lists = listed(plan)
     assert lists is not None and lists.record is not None and lists.given is not None
     return lists
 
 
 def listed_positions(plan: LayerPlan, group_index: int, g: int, masks: torch.Tensor | None = None) -> list[int]:
-    """Positions that head g of group b * H + h lists (or of `masks`, in the same order)."""
+    """Positions that head g of group b * H + h lists (or those of `masks`, in the same order)."""
     lists = lists_of(plan)
     offsets, pages = lists.offsets, lists.pages
     at = slice(*offsets[group_index : group_index + 2].tolist())
@@ -40,7 +40,7 @@ def listed_positions(plan: LayerPlan, group_index: int, g: int, masks: torch.Ten
 
 @dataclass
 class TablesWorld:
-    """`keys`, `values`: of each row [n, H, D]. `heads` KV heads of `group` query heads, one layer, float32."""
+    """`keys`, `values`: by row, [n, H, D]. `heads` KV heads of `group` query heads, one layer, float32."""
 
     heads: int = 2
     group: int = 2
@@ -92,7 +92,7 @@ class TablesWorld:
         self.values[row] = torch.cat([self.values.get(row, empty), v])
 
     def start(self, row: int, length: int, queries: int = 5, q: torch.Tensor | None = None) -> None:
-        """A request of `length` random tokens, and its tables from `queries` random queries, or from q [m, Hq, D]."""
+        """Start a request of `length` random tokens, with tables from `queries` random queries or from q [m, Hq, D]."""
         self.append(row, self.randn(length, self.heads, self.dim), self.randn(length, self.heads, self.dim))
         self.begin(row, self.sharp * self.randn(queries, self.q_heads, self.dim) if q is None else q)
 
@@ -108,7 +108,7 @@ class TablesWorld:
         return torch.tensor([len(self.keys[row]) for row in rows], dtype=torch.int32)
 
     def plan(self, rows: list[int], q: torch.Tensor, budget: float = 0.1) -> LayerPlan:
-        """A step of `rows`: a random token each, and the plan for q [B, Hq, D]."""
+        """A step of `rows`: append a random token each, and return the plan for q [B, Hq, D]."""
         for row in rows:
             self.append(row, self.randn(1, self.heads, self.dim), self.randn(1, self.heads, self.dim))
         width = max(len(self.page_lists[row]) for row in rows)
@@ -119,7 +119,7 @@ class TablesWorld:
         return self.tables.plan(0, at, self.lengths(rows), table, q, self.scale, budget)
 
     def choose(self, rows: list[int], plan: LayerPlan, q: torch.Tensor, keep: float) -> None:
-        """The record of a step: the share `keep` of each head's candidates with the best exact scores."""
+        """Fill in the record of a step: the share `keep` of each head's candidates with the best exact scores."""
         lists = lists_of(plan)
         chosen, scores = lists.record
         scores.fill_(torch.nan)
@@ -137,7 +137,7 @@ class TablesWorld:
                     scores[at[page], g, t] = found[i]
 
     def learn(self, rows: list[int], plan: LayerPlan, local_lse: torch.Tensor) -> None:
-        """The native update and the reference's from the record. local_lse: [B, Hq]."""
+        """Update the native tables and the reference's from the record. local_lse: [B, Hq]."""
         lists = lists_of(plan)
         at = torch.tensor(rows, dtype=torch.int32)
         self.tables.update(0, at, self.lengths(rows), plan, local_lse, self.scale)
@@ -165,7 +165,7 @@ class TablesWorld:
         return torch.from_numpy(reference.vertical[:n]), torch.from_numpy(reference.slash[:n])
 
     def check_candidates(self, rows: list[int], plan: LayerPlan) -> int:
-        """Every head's list is the reference's, but for entries at a limit; how many entries that leaves open."""
+        """Every head's list equals the reference's, except for entries at a limit; returns the number of these."""
         open_ = 0
         given = lists_of(plan).given
         for b, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Requests over one native pool and engine, kept twice: there, and as plain tensors to check against."""
+"""Requests over one native pool and engine, kept twice: there, and as plain tensors for comparison."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLAIM_INDEX_MASK = (1 << 18) - 1
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cap: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [D], k and v [n, D] -> o [D], LSE, in float64; nothing attended: 0, -inf. cap: of logits, if not 0."""
+    """q [D], k and v [n, D] -> o [D], LSE, in float64; without tokens 0, -inf. cap: of logits, if not 0."""
     scores = reference.capped((k.double() @ q.double()) * scale, cap)
     lse = scores.logsumexp(0) if len(scores) else torch.tensor(-math.inf, dtype=torch.float64)
     return (scores - lse).exp() @ v.double(), lse
@@ -38,7 +38,7 @@ def block_bounds(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def rank_blocks(
     q: torch.Tensor, keys: torch.Tensor, blocks: list[list[int]], spread: float
 ) -> tuple[torch.Tensor, bool]:
-    """Scores [G, n] of blocks of keys [., D], float64, and whether float32 must rank them the same way. q: [G, D]."""
+    """Scores [G, n] of blocks of keys [., D], float64, and whether float32 must rank them equally. q: [G, D]."""
     sides = [keys[tokens].aminmax(dim=0) for tokens in blocks]
     lo, hi = (torch.stack(list(side)) for side in zip(*sides, strict=True))
     scores = block_scores(q.double(), lo, hi, spread)
@@ -63,7 +63,7 @@ class Request:
 
 
 def take(requests: list[Request], layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    """The truth of each request grows by its row of k and v, [B, H, D] or more of them."""
+    """Append each request's row of k and v, [B, H, D] or more rows, to its expected contents."""
     for request, key, value in zip(requests, k, v, strict=False):
         request.keys[layer] = torch.cat([request.keys[layer], key[None]])
         request.values[layer] = torch.cat([request.values[layer], value[None]])
@@ -71,7 +71,8 @@ def take(requests: list[Request], layer: int, k: torch.Tensor, v: torch.Tensor) 
 
 @dataclass
 class Plan:
-    """blk [B, H] int32, budget [B, Hq] and value [B, H] float32, owner [B, H] int32 or None, and more, of a layer."""
+    """Plan of a layer: blk [B, H] int32, budget [B, Hq] and value [B, H] float32, owner [B, H] int32 or None, and
+    more."""
 
     blk: torch.Tensor
     budget: torch.Tensor
@@ -86,7 +87,7 @@ def layer_begin(
     spread: torch.Tensor | None = None, middle: tuple[torch.Tensor, torch.Tensor] | None = None,
     parts: torch.Tensor | None = None,
 ) -> int:  # fmt: skip
-    """Begins a layer by a plan, which may hold single tokens; `middle`: with residents on a device."""
+    """Begin a layer with a plan, which may hold single tokens; `middle`: residents are on a device."""
     kinds: tuple[TaskKind, ...] = (SingleTokens(),)
     if stop is not None:
         kinds = (EarlyStop(stop, torch.ones_like(stop) if spread is None else spread), *kinds)
@@ -105,8 +106,8 @@ def layer_begin(
 class NativeWorld:
     """A pool, an engine and windows without the layers above them.
 
-    Pages are dealt out in a shuffled order; windows and outputs start as NaN. Chunks are small, so that tasks as small
-    as the tests' are cut, and worth waking workers for.
+    Pages are assigned in shuffled order; windows and outputs start as NaN. Chunks are small, so that the tests' small
+    tasks are divided and worth waking workers.
     """
 
     layers: int = 1
@@ -162,16 +163,16 @@ class NativeWorld:
         return self.kept(torch.randn(*size, generator=self.random))
 
     def kept(self, x: torch.Tensor) -> torch.Tensor:
-        """As the pool keeps it."""
+        """x as the pool stores it."""
         x = x.to(self.dtype)
         return stored(x) if self.int8 else x
 
     def add(
         self, length: int, parent: Request | None = None, shared: int = 0, keys: list[torch.Tensor] | None = None
     ) -> Request:
-        """A request of `length` tokens in the pool, its window filled; `keys`: of each layer [length, H, D].
+        """A request of `length` tokens in the pool, with a filled window; `keys`: per layer [length, H, D].
 
-        The first `shared` tokens, whole pages, are those of `parent`: of one that does not write to them any more.
+        The first `shared` tokens, in whole pages, belong to `parent`, which no longer writes to them.
         """
         request = Request(self.free_rows.pop(), [], [], [])
         request.pages = parent.pages[: shared // PAGE] if parent else []
@@ -193,7 +194,7 @@ class NativeWorld:
         return request
 
     def table(self, requests: list[Request]) -> torch.Tensor:
-        """[B, M] int32, padded with an id that must not be read."""
+        """[B, M] int32, padded with an illegal id that must not be read."""
         width = max(len(r.pages) for r in requests) + 1
         table = torch.full((len(requests), width), -7, dtype=torch.int32)
         for b, request in enumerate(requests):
@@ -201,7 +202,7 @@ class NativeWorld:
         return table
 
     def begin_step(self, requests: list[Request]) -> None:
-        """A decode step: every request gets room for one token more."""
+        """Begin a decode step: every request gets room for one more token."""
         for request in requests:
             if request.length % PAGE == 0:
                 request.pages.append(self.free.pop())
@@ -220,12 +221,12 @@ class NativeWorld:
     def begin_layer(
         self, requests: list[Request], layer: int, plan: Plan, resident_first: bool = False
     ) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Draws q, k, v, adds the token to the truth and starts the layer: (tasks, q, out).
+        """Draw q, k, v, append the token to the expected contents and start the layer: (tasks, q, out).
 
-        resident_first: with `layer_resident`, as for a policy that wants to see the heads.
+        resident_first: use `layer_resident`, as for a policy that observes the heads.
         """
         batch = len(requests)
-        # Rows of one fused projection, as a model gives them: not contiguous over the batch.
+        # Rows of one fused projection, as in a model: not contiguous over the batch.
         fused = self.randn(batch, self.q_heads + 2 * self.heads, self.dim)
         q, k, v = fused.split([self.q_heads, self.heads, self.heads], dim=1)
         out = torch.full((batch, self.q_heads, self.dim), torch.nan, dtype=self.dtype)
@@ -239,7 +240,7 @@ class NativeWorld:
         return tasks, q, out
 
     def selections(self, requests: list[Request], tasks: int) -> dict[tuple[int, int], list[set[int]]]:
-        """Positions that each task of the open layer reads, says the engine: per (b, h), a set a head."""
+        """The engine's selections in the open layer: per (b, h), the positions of each head."""
         result = {}
         for i in range(tasks):
             b, h = divmod(self.engine.task(i), self.heads)
@@ -281,7 +282,7 @@ class NativeWorld:
         return list(range(self.placement.sinks, self.placement.window_start(n)))
 
     def everything(self, requests: list[Request], layer: int = 0) -> dict[tuple[int, int], list[set[int]]]:
-        """What a budget of 1 chooses: per (b, h), a set a head."""
+        """Selections under a budget of 1: per (b, h), a set for each head."""
         middles = [set(self.middle(request, layer)) for request in requests]
         return {(b, h): [middle] * self.group for b, middle in enumerate(middles) for h in range(self.heads)}
 
@@ -294,7 +295,7 @@ class NativeWorld:
     def drain_foreign(
         self, requests: list[Request], layer: int, q: torch.Tensor, executor: int = 1, limit: int = -1
     ) -> list[int]:
-        """Pops and computes tasks as a foreign executor would; the indices of those delivered."""
+        """Pop and compute tasks like a foreign executor; return the indices of the delivered ones."""
         done: list[int] = []
         while len(done) != limit and (claim := self.engine.queue_pop(executor)) >= 0:
             assert self.engine.task_done(claim, *self.compute(requests, layer, q, claim))
@@ -304,7 +305,7 @@ class NativeWorld:
     def compute(
         self, requests: list[Request], layer: int, q: torch.Tensor, claim: int
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """o [G, D], lse [G] of a claimed task with a budget of everything, float32, and the tokens read."""
+        """o [G, D], lse [G] of a claimed task with budget 1, float32, and the tokens read."""
         b, h = divmod(self.engine.task(claim), self.heads)
         n = len(requests[b].keys[layer])
         at = slice(self.placement.sinks, self.placement.window_start(n))

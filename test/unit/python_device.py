@@ -1,4 +1,4 @@
-"""A device in Python beside a world of requests: it publishes layers, attends to the residents, and takes answers."""
+"""A device in Python for a world of requests: it publishes layers, attends to the residents, and takes answers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def mailbox_for(world: World, requests: int = 4) -> Mailbox:
 
 
 class PythonDevice:
-    """The device's side of the protocol (csrc/device/layout.h), a call after the other in the calling thread.
+    """The device's side of the protocol (csrc/device/layout.h), as sequential calls in the calling thread.
 
     Attributes:
-        parts: what the last layer's `observe` wrote, [B, Hq, 5].
+        parts: output of the last layer's `observe`, [B, Hq, 5].
     """
 
     def __init__(self, world: World, mailbox: Mailbox, timeout_s: float = 20.0) -> None:
@@ -37,7 +37,7 @@ class PythonDevice:
         self.lengths: list[int] = []
 
     def step(self, rows: list[int], lengths: list[int]) -> None:
-        """lengths: this step's token included."""
+        """lengths: including this step's token."""
         self.rows, self.lengths = rows, lengths
 
     def publish(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -55,7 +55,7 @@ class PythonDevice:
         self.mailbox.store(Word.PUBLISHED, self.sequence)
 
     def resident(self, layer: int, q: torch.Tensor, observe: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """o [B, Hq, D] and lse [B, Hq] float32 of sinks and window; with `observe` the parts are said, too."""
+        """o [B, Hq, D] and lse [B, Hq] float32 of sinks and window; `observe`: also publish the parts."""
         runs = [torch.zeros(*q.shape[:2], q.shape[2] + 1, dtype=torch.float64) for _ in range(2)]
         for b, (row, n) in enumerate(zip(self.rows, self.lengths, strict=True)):
             place = self.world.placement
@@ -84,7 +84,7 @@ class PythonDevice:
         return torch.cat([o, lse.unsqueeze(1)], dim=1)
 
     def take(self, o: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """[B, Hq, D] float32: merged with the CPU's half."""
+        """[B, Hq, D] float32, merged with the CPU's half."""
         end, mailbox = time.monotonic() + self.timeout_s, self.mailbox
         while mailbox.load(Word.ANSWERED) < self.sequence:
             late = mailbox.load(Word.LATE) != 0
@@ -116,7 +116,7 @@ class DeviceWorld:
         self.server.close()
 
     def begin(self, rows: list[int], policies: Sequence[Policy] | None = None) -> None:
-        """A step of these rows, at the device and at the server."""
+        """Begin a step of these rows, on the device and on the server."""
         world = self.world
         lengths = [world.length(row) + 1 for row in rows]
         table = world.table(rows, lengths)
@@ -124,7 +124,7 @@ class DeviceWorld:
         self.server.begin(torch.tensor(rows, dtype=torch.int64), torch.tensor(lengths), table, world.scale, policies)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the device makes of a layer, and exact attention over the truth, [B, Hq, D] each."""
+        """The device's output of a layer, and exact attention, [B, Hq, D] each."""
         world, device, rows = self.world, self.device, self.device.rows
         q = world.randn(len(rows), world.heads * world.group, world.dim)
         k, v = world.randn(len(rows), world.heads, world.dim), world.randn(len(rows), world.heads, world.dim)

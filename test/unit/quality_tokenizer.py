@@ -1,4 +1,4 @@
-"""A small real tokenizer (byte-level BPE, trained on the spot) for tests of suites in text."""
+"""A small real tokenizer (byte-level BPE, trained in the test) for tests of text suites."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def _tokenizer() -> Tokenizer:
 
 
 class TextCodec(Codec):
-    """A chat model's codec: `<user>` what the user says `<assistant>` how the answer begins."""
+    """A chat model's codec: `<user>`, the user's turn, `<assistant>`, the beginning of the answer."""
 
     def __init__(self) -> None:
-        self.encoded = 0  # tokens so far: what making samples cost
+        self.encoded = 0  # tokens so far: the cost of making samples
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = _tokenizer().encode(text).ids

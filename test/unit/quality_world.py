@@ -1,4 +1,4 @@
-"""A suite, a model folder and an engine that cost nothing, for the tests of the quality harness."""
+"""A cheap suite, model folder and engine for the tests of the quality harness."""
 
 from __future__ import annotations
 
@@ -78,8 +78,9 @@ def model_folder(folder: Path, positions: int = 4096) -> Path:
 
 
 class FakeEngine:
-    """SGLang's engine as far as the harness uses it. Policy "streaming" answers v0, all others the truth; a token is as
-    probable as its policy's confidence says, but the first, which a prefill computes, as in every policy."""
+    """The parts of SGLang's engine that the harness uses. Policy "streaming" answers v0, all others the truth. The
+    probability of a token is the confidence of its policy; the first token comes from a prefill, with equal probability
+    under every policy."""
 
     def __init__(self) -> None:
         self.batches: list[list[dict[str, Any]]] = []
@@ -147,7 +148,7 @@ class FakeEngine:
 
 
 class FakeServer(Server):
-    """The harness's server on a fake engine, whose audit needs no file."""
+    """The harness's server on a fake engine; its audit needs no file."""
 
     def __init__(self, engine: FakeEngine) -> None:
         super().__init__(engine, VOCABULARY)
@@ -159,7 +160,7 @@ class FakeServer(Server):
 
 
 class Starter:
-    """Starts fake engines and remembers them."""
+    """Starts fake engines and records them."""
 
     def __init__(self, interrupt_at: int | None = None) -> None:
         self.started: list[tuple[str, Needs]] = []

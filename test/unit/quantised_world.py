@@ -13,7 +13,7 @@ formats = st.sampled_from(FORMATS)
 
 
 def drawn(form: Format, outputs: int, inputs: int, seed: int) -> Quantised:
-    """Any integers, and scales and minima that float16 has."""
+    """Random integers, with scales and minima that float16 represents exactly."""
     generator = torch.Generator().manual_seed(seed)
     least, most, dtype = (0, 16, torch.uint8) if form.bits == 4 else (-128, 128, torch.int8)
     integers = torch.randint(least, most, (outputs, inputs), generator=generator).to(dtype)

@@ -1,4 +1,4 @@
-"""Made /metrics and audit files for the tests of `fluxion explain`."""
+"""Generated /metrics and audit files for the tests of `fluxion explain`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from fluxion_sglang.scoring.audit_file import AuditLog, record_dtype
 
 LAYERS, GROUPS, HEADS = 3, 2, 4
 MIDDLE = 1000.0
-"""Bytes of the middle in all groups of a layer, a unit of `metrics`."""
+"""Bytes of the middle in all groups of a layer, per unit of `metrics`."""
 
 
 def metrics(units: float, shares: list[list[float]] | None = None, *, timed: bool = True) -> str:
-    """The counters of a server that decoded 10 steps and 20 tokens a unit.
+    """The counters of a server that decoded 10 steps and 20 tokens per unit.
 
     Args:
-        shares: [layers][groups], read of the middle; by default layer l and group g read l * 0.2 + g * 0.1.
+        shares: [layers][groups], share of the middle that is read; by default l * 0.2 + g * 0.1 for layer l and group
+            g.
     """
     shares = shares or [[0.2 * layer + 0.1 * group for group in range(GROUPS)] for layer in range(LAYERS)]
     read = [[units * MIDDLE / GROUPS * share for share in row] for row in shares]
@@ -54,7 +55,7 @@ def metrics(units: float, shares: list[list[float]] | None = None, *, timed: boo
 
 @contextmanager
 def serving(text: Callable[[], str], status: int = 200) -> Iterator[str]:
-    """The URL of a server whose /metrics is what `text` returns, asked anew each time."""
+    """URL of a server whose /metrics is the result of `text`, called for each request."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -77,7 +78,8 @@ def serving(text: Callable[[], str], status: int = 200) -> Iterator[str]:
 
 
 def audit(path: Path, steps: int = 50, policies: tuple[str, ...] = ("fluxion", "full"), middle: int = 100) -> Path:
-    """An audit: layer l of a request with policy fluxion reads (l + 1) * 0.1, head h of it is off by (l + h) * 0.01."""
+    """An audit: layer l of a request with policy fluxion reads (l + 1) * 0.1, and the error of its head h is (l + h) *
+    0.01."""
     log = AuditLog(path)
     for step in range(steps):
         records = np.zeros(LAYERS * len(policies), record_dtype(HEADS))

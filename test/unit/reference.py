@@ -1,4 +1,4 @@
-"""What the kernels compute, in torch float64: short enough to be checked by reading.
+"""The kernels in torch float64: short enough to verify by reading.
 
 Tiles are [P, 2, 16, D] (K, then V), entries [N, 2, D] (min, then max), masks uint16 [n, G] (bit t = token t).
 """
@@ -24,7 +24,7 @@ def capped(logits: Tensor, cap: float) -> Tensor:
 def attend(
     q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor | None = None, cap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [G, D] over the pages: o [G, D] and natural LSE [G]; over nothing 0 and -inf."""
+    """Attention of q [G, D] over the pages: o [G, D] and natural LSE [G]; without tokens 0 and -inf."""
     chosen = tiles[pages.long()].double()
     keys, values = chosen[:, 0], chosen[:, 1]
     wanted = token_bits(masks) if masks is not None else torch.ones(len(q), len(pages), 16, dtype=torch.bool)
@@ -39,8 +39,8 @@ def attend(
 def extend(
     q: Tensor, scale: float, tiles: Tensor, pages: Tensor, keys: int, first: int, window: int = 1 << 30
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [T, G, D]: query t attends to tokens 0 .. min(first + t, keys - 1) of the listed pages, of which
-    those before first + t - window + 1 do not count."""
+    """Attention of q [T, G, D]: query t attends to tokens max(0, first + t - window + 1) .. min(first + t, keys - 1) of
+    the listed pages."""
     chosen = tiles[pages.long()].double()
     k, v = (chosen[:, i].flatten(0, 1)[: max(min(keys, first + len(q)), 0)] for i in (0, 1))
     last = first + torch.arange(len(q))[:, None]
@@ -65,7 +65,7 @@ def score_tokens(q: Tensor, tiles: Tensor, pages: Tensor) -> Tensor:
 
 
 def select(scores: Tensor, k: int) -> Tensor:
-    """bool [n]: the k largest, the lower index first among equals, NaN as -inf."""
+    """bool [n]: the k largest; the lower index first among equals; NaN counts as -inf."""
     keys = [-math.inf if math.isnan(x) else x for x in scores.tolist()]
     order = sorted(range(len(keys)), key=lambda i: (-keys[i], i))
     chosen = torch.zeros(len(keys), dtype=torch.bool)
@@ -102,7 +102,7 @@ def page_moments(tile: Tensor) -> Tensor:
 
 
 def merge_state(o_a: Tensor, lse_a: float, o_b: Tensor, lse_b: float) -> tuple[Tensor, float]:
-    """Two partial attentions as one; a side with LSE -inf holds nothing."""
+    """Merge two partial attentions; a side with LSE -inf is empty."""
     if lse_a == lse_b == -math.inf:
         return torch.zeros_like(o_a, dtype=torch.float64), -math.inf
     top = max(lse_a, lse_b)

@@ -1,10 +1,10 @@
-"""What tests of refusals share."""
+"""Helper for tests of refusals."""
 
 from __future__ import annotations
 
 
 def one_sentence(message: str) -> None:
-    """What is wrong, why, and what to do instead, on one line."""
+    """One line that states the fault, the reason and the remedy."""
     assert message.endswith(".")
     assert "\n" not in message
     assert "--enable-fluxion" in message

@@ -1,4 +1,4 @@
-"""A small world of requests over one host pool, kept twice: in the pool, and as plain tensors to check against."""
+"""A small world of requests over one host pool, kept twice: in the pool, and as plain tensors for comparison."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from fluxion_sglang.scoring.audit import Audit
 from fluxion_sglang.scoring.audit_file import AuditLog
 
 RECENT = 20
-"""Tokens of a chunk that have queries: the last ones, as many as any policy asks for."""
+"""Number of last tokens of a chunk that have queries; enough for every policy."""
 
 
 @dataclass
 class World:
-    """Requests live in rows 1..; pages are dealt out in a shuffled order, as a busy allocator would.
+    """Requests live in rows 1..; pages are assigned in shuffled order, as by a busy allocator.
 
-    `keys[row]`, `values[row]`: per layer a list of [H, D] tokens, the truth. `queries`: [B, Hq, D] of every layer of
-    the last step.
+    `keys[row]`, `values[row]`: per layer a list of [H, D] tokens, the expected contents. `queries`: [B, Hq, D] of every
+    layer of the last step.
     """
 
     layers: int = 2
@@ -52,11 +52,11 @@ class World:
     seed: int = 0
     audit: Path | None = None
     spread: float = 1.0
-    first: tuple[int, int] = (0, 0)  # the model's numbers of layer 0 and query head 0
-    whole: bool = False  # numbers are small integers: every score is exact, and many are equal
+    first: tuple[int, int] = (0, 0)  # layer 0 and query head 0 have these numbers in the model
+    whole: bool = False  # small integers: scores are exact, and often equal
     placement: Placement = field(default_factory=Placement)
-    variants: Sequence[Variant] = ()  # of every layer; (): PLAIN
-    place: str = "cpu"  # of the windows: torch's device
+    variants: Sequence[Variant] = ()  # by layer; (): PLAIN
+    place: str = "cpu"  # torch device of the windows
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
@@ -86,9 +86,10 @@ class World:
         self.keys: dict[int, list[torch.Tensor]] = {}
         self.values: dict[int, list[torch.Tensor]] = {}
         self.queries: list[torch.Tensor] = []
-        # Of the last token of a chunk, a layer each. Drawn apart: the other numbers do not depend on who looks at them.
+        # Queries of a chunk's last token by layer. They are drawn separately, so that other numbers do not depend on
+        # their readers.
         self.anchors: dict[int, list[torch.Tensor]] = {}
-        self.recent: dict[int, list[torch.Tensor]] = {}  # those of its last tokens, [m, Hq, D]
+        self.recent: dict[int, list[torch.Tensor]] = {}  # of its last tokens, [m, Hq, D]
         self._anchor_random = torch.Generator().manual_seed(self.seed + 1)
 
     def randn(self, *size: int) -> torch.Tensor:
@@ -98,14 +99,14 @@ class World:
         return stored(x) if self.int8 else x
 
     def page_list(self, row: int, tokens: int) -> torch.Tensor:
-        """The row's pages, grown to hold `tokens`."""
+        """The row's pages, extended to hold `tokens`."""
         pages = self.pages.setdefault(row, [])
         while len(pages) * PAGE < tokens:
             pages.append(self.free.pop())
         return torch.tensor(pages, dtype=torch.int32)
 
     def table(self, rows: list[int], lengths: Sequence[int]) -> torch.Tensor:
-        """[B, M] int32: pages of each row, grown to hold so many tokens."""
+        """[B, M] int32: pages of each row, extended to hold `lengths` tokens."""
         tables = [self.page_list(row, length) for row, length in zip(rows, lengths, strict=True)]
         table = torch.zeros(len(rows), max(map(len, tables), default=0), dtype=torch.int32)
         for b, pages in enumerate(tables):
@@ -119,7 +120,7 @@ class World:
         return self.keys[row][0].shape[0] if row in self.keys else 0
 
     def share(self, row: int, other: int, pages: int) -> None:
-        """A new request in `row` whose first pages are those of `other`, as after a radix hit."""
+        """A new request in `row` whose first pages belong to `other`, as after a radix hit."""
         self.pages[row] = self.pages[other][:pages]
         self.keys[row] = [keys[: pages * PAGE] for keys in self.keys[other]]
         self.values[row] = [values[: pages * PAGE] for values in self.values[other]]
@@ -145,7 +146,7 @@ class World:
     def decode(
         self, rows: list[int], policies: Sequence[Policy] | None = None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """One decode step; per layer (what the engine says, exact attention over the truth), [B, Hq, D] each."""
+        """One decode step; per layer (the engine's output, exact attention), [B, Hq, D] each."""
         lengths = [self.length(row) + 1 for row in rows]
         self.engine.begin_step(torch.tensor(rows), torch.tensor(lengths), self.table(rows, lengths), policies)
         results = []
@@ -159,7 +160,7 @@ class World:
         return results
 
     def take(self, rows: list[int], layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """The truth grows by a token of each row; `exact` of them all, [B, Hq, D]."""
+        """Append a token to each row's expected contents; return `exact` of all rows, [B, Hq, D]."""
         for b, row in enumerate(rows):
             for kept, new in ((self.keys, k), (self.values, v)):
                 kept[row][layer] = torch.cat([kept[row][layer], new[b : b + 1]])
@@ -179,7 +180,7 @@ class World:
 def on_both(
     lengths: Sequence[int], steps: int, policies: Sequence[Policy] | None = None, **options: Any
 ) -> tuple[list[list[torch.Tensor]], list[dict[str, int]]]:
-    """Outputs and statistics of the same steps, natively and by the torch executor, which one worker leaves all to."""
+    """Outputs and statistics of the same steps by native workers, and by the torch executor, which gets all tasks."""
     outs, stats = [], []
     for executors, workers in (("cpu", 2), ("cpu+torch", 1)):
         world = World(executors=executors, workers=workers, **options)
@@ -198,7 +199,7 @@ def same_reads(stats: list[dict[str, int]]) -> None:
 
 
 def counts(world: World) -> dict[str, int]:
-    """What an engine counted, without the workers' time: nobody knows it beforehand."""
+    """The engine's counters without the workers' time, which varies."""
     found = world.engine.stats()
     assert 0 <= found.pop("worker_ns") <= world.engine.done()["worker_ns"]
     return found

@@ -1,6 +1,6 @@
-"""The wheel of `make wheel`: what is in it, which systems it fits, and that it serves where there is no checkout.
+"""The wheel of `make wheel`: its contents, the systems that it fits, and that it serves without a checkout.
 
-FLUXION_WHEEL names a wheel that is built already, FLUXION_WHEEL_PYTHON the Python of an environment that has it.
+FLUXION_WHEEL names a prebuilt wheel, FLUXION_WHEEL_PYTHON the Python of an environment with it installed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def library(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Python of an environment that was empty before its own pip installed the wheel, with all that it depends on."""
+    """Python of a fresh environment into which pip installed the wheel with all dependencies."""
     if given := os.environ.get("FLUXION_WHEEL_PYTHON"):
         yield given
         return
@@ -128,7 +128,7 @@ def test_the_installed_package_is_the_wheel(python: str, tmp_path: Path) -> None
 
 
 def test_the_installed_package_serves(python: str, tmp_path: Path) -> None:
-    """The bundled model, from a folder that is not the checkout."""
+    """Serve the bundled model from a folder outside the checkout."""
     model = shutil.copytree(ROOT / "models" / "needle", tmp_path / "needle")
     (tmp_path / "elsewhere").mkdir()
     assert "fluxion layers" in run([python, "-c", SERVE, str(model)], cwd=tmp_path / "elsewhere")

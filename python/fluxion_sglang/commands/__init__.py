@@ -1,1 +1,1 @@
-"""The commands that look at a server: each module has `add_arguments(parser)` and `run(arguments)`, an exit code."""
+"""Commands that examine a server. Modules have `add_arguments(parser)` and `run(arguments)`, which returns a code."""

@@ -1,4 +1,4 @@
-"""A server that is asked one question at a time: the answer as it comes, and what it cost."""
+"""A client that asks a server one question at a time: it streams the answer, and measures its cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fluxion_sglang.commands.document import AskError, Prompt
 from fluxion_sglang.commands.serving import TPOT, TTFT, UNAUTHORIZED, RequestFailed, Server, added
 from fluxion_sglang.config import FluxionConfig
 
-# Also in sglang/requests/requests.py and policy/, which import torch: seconds before a question.
+# sglang/requests/requests.py and policy/ have it, too, but import torch, which would delay a question by seconds.
 AUTO: Final = FluxionConfig.policy
 
 _MIDDLE, _READ = "fluxion_middle_tokens_total", "fluxion_read_tokens_total"
@@ -27,13 +27,13 @@ _CACHED = "sglang:cached_tokens_total"
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What one answer cost.
+    """The cost of one answer.
 
     Attributes:
-        cached: prompt tokens whose KV the radix tree had; None if the server does not say.
-        ttft, tpot: seconds to the first token, and seconds a token after it: by the server's clock where /metrics has
-            it, else by the client's. None if there were too few tokens.
-        share: of the middle that the heads read; None where nothing is known, or nothing was to be read: `why`.
+        cached: prompt tokens that were cache hits; None if the server does not report it.
+        ttft, tpot: seconds to the first token, and seconds per token after it: by the server's clock if /metrics has
+            it, else by the client's. None for too few tokens.
+        share: of the middle that the heads read; None if it is unknown or there was no middle; `why` gives the reason.
     """
 
     prompt_tokens: int
@@ -46,11 +46,11 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a server says of itself.
+    """A server's description of itself.
 
     Attributes:
-        context: the most tokens of a request; None if it does not say.
-        pool: the most tokens that it holds at all; None if it does not say.
+        context: most tokens of a request; None if unknown.
+        pool: most tokens of the whole pool; None if unknown.
         fluxion: whether it runs Fluxion.
         policy: the policy spec of its configuration.
         chat: whether the model has a chat template.
@@ -68,13 +68,13 @@ class Asked:
 
     @staticmethod
     def of(server: Server, model: str | None = None) -> Asked:
-        """Ask the server for all of it.
+        """Query the server.
 
         Args:
-            model: one of the models that it serves; None is its first.
+            model: one of the models that it serves; None: its first.
 
         Raises:
-            AskError: nothing answers there, or it has no such model.
+            AskError: no server answers, or it has no such model.
         """
         cards = _models(server)
         names = [str(card["id"]) for card in cards]
@@ -88,7 +88,7 @@ class Asked:
             information = json.loads(server.get("/server_info"))
         try:
             config = json.loads(information.get("fluxion_config") or "{}")
-        except ValueError:  # a file that is on the server's machine
+        except ValueError:  # it names a file on the server's machine
             config = {}
         name = str(card["id"])
         return Asked(
@@ -103,7 +103,7 @@ class Asked:
         )
 
     def tokenize(self, text: str) -> list[int]:
-        """Raises RequestFailed where the server has no such endpoint."""
+        """Tokenize a text on the server. Raises RequestFailed if it has no such endpoint."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         return list(self.server.post("/v1/tokenize", body)["tokens"])
 
@@ -115,15 +115,15 @@ class Asked:
         policy: str | None,
         write: Callable[[str, bool], None],
     ) -> Answer:
-        """Send one prompt and hand on the answer piece by piece.
+        """Send one prompt and stream the answer.
 
         Args:
-            policy: spec that is sent with the request; None follows the server's.
-            write: takes a piece of the answer, and whether the piece is a model's reasoning before its answer.
+            policy: spec for the request; None: the server's.
+            write: called with each piece of the answer, and whether it is reasoning before the answer.
 
         Raises:
             APIError: the server refused.
-            RequestFailed: it ended.
+            RequestFailed: the server ended.
         """
         before = self.server.metrics() if self.metrics else {}
         start = time.monotonic()
@@ -156,7 +156,7 @@ class Asked:
         )
 
     def policy_of(self, spec: str | None, share: float) -> str:
-        """The policy of a request that named `spec` and read this share of the middle, for people.
+        """The policy to display for a request that named `spec` and read this share of the middle.
 
         A server's `auto` is `fluxion` or `full`, and only `full` reads everything.
         """
@@ -184,7 +184,7 @@ class Asked:
         return client.completions.create(prompt=prompt.text, **options)
 
     def _reads(self, growth: dict[str, float]) -> tuple[float | None, str]:
-        """The share that one answer read, and why it is not known."""
+        """The share that one answer read, or None and the reason."""
         if not self.fluxion:
             return None, "the server runs without --enable-fluxion"
         if not self.metrics:
@@ -197,7 +197,7 @@ class Asked:
 
 
 def _cached(usage: CompletionUsage | None, growth: dict[str, float]) -> int | None:
-    """Cached prompt tokens, by the answer or else by /metrics: answers say it only with --enable-cache-report."""
+    """Cached prompt tokens, from the answer or else from /metrics: answers need --enable-cache-report."""
     if usage is not None and usage.prompt_tokens_details is not None:
         return usage.prompt_tokens_details.cached_tokens
     return int(growth.get(_CACHED, 0.0)) if growth.get(f"{TTFT}_count") == 1 else None
@@ -205,7 +205,7 @@ def _cached(usage: CompletionUsage | None, growth: dict[str, float]) -> int | No
 
 @contextlib.contextmanager
 def _connected() -> Iterator[None]:
-    """RequestFailed for what the openai client and the one below it raise where a server ends or is gone."""
+    """Convert connection errors of the openai client and of httpx to RequestFailed."""
     try:
         yield
     except (APIConnectionError, httpx.HTTPError) as error:
@@ -226,7 +226,7 @@ def _models(server: Server) -> list[dict[str, Any]]:
 
 
 def _works(ask: Callable[[], object]) -> bool:
-    """Whether the server has what is asked for."""
+    """Whether a request to the server succeeds."""
     try:
         ask()
     except (APIStatusError, RequestFailed, ValueError):
@@ -235,7 +235,7 @@ def _works(ask: Callable[[], object]) -> bool:
 
 
 def _one_token_of_chat(server: Server, model: str) -> None:
-    """Every OpenAI-style server refuses it where the model has no chat template."""
+    """A chat request that every OpenAI-style server refuses if the model has no chat template."""
     hello: Any = [{"role": "user", "content": "Hello"}]
     with _connected():
         server.openai().chat.completions.create(model=model, messages=hello, max_tokens=1)

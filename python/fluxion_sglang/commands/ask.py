@@ -1,4 +1,4 @@
-"""`fluxion ask`: its command line. `commands/conversation.py` does the asking."""
+"""`fluxion ask`: its command line. `commands/conversation.py` has the implementation."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Late, because the openai client takes seconds to import, which `fluxion --help` need not wait for.
+    # Imported late: the openai client takes seconds to import, which would delay `fluxion --help`.
     from fluxion_sglang.commands import conversation
 
     return conversation.run(arguments)
 
 
 def _intermix(parser: argparse.ArgumentParser) -> None:
-    """Let questions stand behind options, as in `FILE --model MODEL QUESTION`, which argparse does when asked."""
+    """Allow questions after options, as in `FILE --model MODEL QUESTION`, by argparse's intermixed parsing."""
     plain = parser.parse_known_args
 
     def parse(args: Any = None, namespace: Any = None) -> Any:
-        # What intermixes is built on the plain one.
+        # Intermixed parsing itself calls the plain method.
         setattr(parser, "parse_known_args", plain)  # noqa: B010 (mypy knows methods, not attributes, by this name)
         try:
             return parser.parse_known_intermixed_args(args, namespace)

@@ -1,4 +1,4 @@
-"""Text to tokens for the two kinds of models: those with a tokenizer of their own, and the bundled one."""
+"""Converts text to tokens, for models with a tokenizer and for the bundled model."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _SPECIAL: Final = frozenset(i for i, symbol in enumerate(needle.VOCABULARY) if s
 
 
 class Codec(ABC):
-    """Text to tokens and back, for one model."""
+    """Converts text to tokens and back, for one model."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; no special tokens are added."""
+        """Token ids of a text, without special tokens."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens are left out."""
+        """Text of token ids, without special tokens."""
 
     @abstractmethod
     def chat(self, user: str, answer_prefix: str = "") -> list[int]:
         """A whole prompt: the model's chat template (without one: bos and the text), then the answer's beginning."""
 
     def plain(self, text: str) -> list[int]:
-        """A whole prompt without the chat template: bos, where the model has one, and the text. Default: no bos."""
+        """A whole prompt without the chat template: bos, if the model has one, and the text. Default: no bos."""
         return self.encode(text)
 
     @property
     def positions(self) -> int | None:
-        """Tokens that a prompt and its answer may have together; None (the default): no limit is known."""
+        """Most tokens of a prompt and its answer together; None (the default): unknown."""
         return None
 
     @property
@@ -44,7 +44,7 @@ class Codec(ABC):
 
 
 class SymbolicCodec(Codec):
-    """The bundled model's language: one symbol is one token, a text is symbols joined by spaces."""
+    """The bundled model's language: one symbol is one token; a text is symbols joined by spaces."""
 
     ids: Final = {symbol: i for i, symbol in enumerate(needle.VOCABULARY)}
 
@@ -78,7 +78,7 @@ class SymbolicCodec(Codec):
 
 
 class TokenizerCodec(Codec):
-    """A Hugging Face tokenizer, with its chat template where it has one."""
+    """A Hugging Face tokenizer, with its chat template if there is one."""
 
     def __init__(self, tokenizer: Any, positions: int | None = None) -> None:
         self._tokenizer, self._positions = tokenizer, positions
@@ -92,10 +92,10 @@ class TokenizerCodec(Codec):
     def chat(self, user: str, answer_prefix: str = "") -> list[int]:
         if getattr(self._tokenizer, "chat_template", None):
             turns = [{"role": "user", "content": user}]
-            # A model that thinks first would not come to its answer within the tokens that a task allows.
+            # Without thinking: a reasoning model would not reach its answer within a task's tokens.
             how = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
             text = self._tokenizer.apply_chat_template(turns, **how)
-            # The template writes bos itself, if the model wants one.
+            # The template adds bos itself if the model needs it.
             return self.encode(text + answer_prefix)
         return self.plain(user + answer_prefix)
 
@@ -117,11 +117,11 @@ def codec_of(model: str | Path, room: int | None = None, trust: bool = False) ->
 
     Args:
         model: its folder, or its name on the Hub.
-        room: tokens that a prompt and its answer may have together.
-        trust: whether code that the model brings may run.
+        room: most tokens of a prompt and its answer together.
+        trust: whether code of the model may run.
 
     Raises:
-        ValueError: one sentence: the folder holds no tokenizer that can be read.
+        ValueError: one sentence: the folder has no readable tokenizer.
     """
     try:
         vocabulary = json.loads((Path(model) / "tokenizer.json").read_text())["model"]["vocab"]
@@ -129,11 +129,11 @@ def codec_of(model: str | Path, room: int | None = None, trust: bool = False) ->
         vocabulary = None  # a tokenizer in another format
     if vocabulary == SymbolicCodec.ids:
         return SymbolicCodec(room)
-    # Imported late: transformers takes seconds, and the bundled model needs none of it.
+    # Imported late: transformers takes seconds, and the bundled model does not need it.
     from transformers import AutoTokenizer
 
     try:
         return TokenizerCodec(AutoTokenizer.from_pretrained(str(model), trust_remote_code=trust), room)
-    except Exception as error:  # whatever transformers makes of files that are not what it expects
+    except Exception as error:  # transformers raises many types for bad files
         reason = [type(error).__name__, *str(error).strip().splitlines()[:1]]
         raise ValueError(f"The tokenizer in {model} cannot be read: {': '.join(reason)}") from error

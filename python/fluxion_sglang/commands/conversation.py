@@ -1,6 +1,6 @@
-"""Questions about a long file, through the openai client, and what every answer cost.
+"""Asks questions about a long file through the openai client, and prints the cost of every answer.
 
-The first question pays the prefill of the file. All others find the file's KV in the radix tree.
+The first question includes the prefill of the file. For later questions the file's KV is a cache hit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.scoring.model_files import public
 
 _KEPT_ANSWERS = 8
-"""Answers and questions that the host pool has room for beside the file. The radix tree drops older ones."""
+"""Answers and questions for which the host pool has room beside the file. The radix tree drops older ones."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -85,11 +85,11 @@ def _check(arguments: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _server(arguments: argparse.Namespace, document: Document, news: Console) -> Iterator[tuple[Asked, Document]]:
-    """The server that is there, or one that runs as long as the block, and the document with its tokens counted."""
+    """An existing server, or a new one for the duration of the block, and the document with its token count."""
     if arguments.url is not None:
         server = Server.named(arguments.url.rstrip("/").removesuffix("/v1"), arguments.api_key)
         asked = Asked.of(server, arguments.model)
-        with contextlib.suppress(RequestFailed, KeyError):  # a server that cannot count tokens
+        with contextlib.suppress(RequestFailed, KeyError):  # the server cannot count tokens
             document = document.counted(asked.tokenize, asked.model)
         if arguments.policy is not None and not asked.fluxion:
             news.print(f"{asked.server.url} does not run Fluxion, so --policy has no effect.", style="yellow")
@@ -98,7 +98,7 @@ def _server(arguments: argparse.Namespace, document: Document, news: Console) ->
     tokenize, context = local_tokenizer(arguments.model)
     document = document.counted(tokenize, arguments.model)
     if context is not None:
-        # Said before minutes go into a server's start.
+        # Check before the server's start, which takes minutes.
         document.check_fits(context, arguments.max_tokens, arguments.model, _SHORTER)
     port = free_port()
     with contextlib.ExitStack() as stack:
@@ -126,7 +126,7 @@ def _checked(document: Document, asked: Asked, max_tokens: int) -> Document:
 
 
 def server_command(model: str, port: int, document: Document, max_tokens: int, policy: str | None) -> list[str]:
-    """The command line of a server that holds the file and some answers, and takes questions under the policy."""
+    """The command line of a server with room for the file and some answers, and with this policy."""
     tokens = (document.tokens or 0) + _KEPT_ANSWERS * (QUESTION_ROOM + max_tokens)
     flags = [*SMALL, *MEASURED, "--enable-cache-report"]
     config: dict[str, Any] = {"host_tokens": -(-tokens // PAGE) * PAGE}
@@ -136,10 +136,10 @@ def server_command(model: str, port: int, document: Document, max_tokens: int, p
 
 
 def _questions(arguments: argparse.Namespace, news: Console, stack: contextlib.ExitStack) -> Iterator[str]:
-    """Those of the command line, or those that are typed or piped in; blank ones are left out."""
+    """Questions from the command line, the terminal or a pipe, without blank ones."""
     if arguments.questions:
         return _echoed(arguments.questions, news)
-    if arguments.file == STDIN:  # which was the file
+    if arguments.file == STDIN:  # already read as the file
         try:
             sys.stdin = stack.enter_context(open("/dev/tty"))  # noqa: SIM115 (the stack closes it)
         except OSError:
@@ -163,7 +163,7 @@ def _typed(news: Console) -> Iterator[str]:
     news.print("Ask; Ctrl-D ends.", style="dim")
     with contextlib.suppress(EOFError):
         while True:
-            # Where the standard output is a file, the prompt must not go there.
+            # If the standard output is a file, the prompt must not go there.
             if not sys.stdout.isatty():
                 news.print("> ", end="")
             if question := input("> " if sys.stdout.isatty() else "").strip():
@@ -186,7 +186,7 @@ def _session(
             code = 1
             news.print(_sentence(error), style="red", markup=False, soft_wrap=True)
         except KeyboardInterrupt:
-            # The server drops the request when its client is gone. On the command line Ctrl-C ends everything.
+            # The server drops a request when its client disconnects. With questions as arguments, Ctrl-C ends all.
             if arguments.questions:
                 raise
             news.print("Stopped.", style="dim")
@@ -203,9 +203,9 @@ def _session(
 
 
 class _Writer:
-    """Writes an answer as it comes. A spinner turns on a terminal until its first piece.
+    """Writes an answer as it arrives. On a terminal, a spinner turns until its first piece.
 
-    A context manager: at its end, whatever happened, the spinner is gone and the line is whole.
+    A context manager: at its end, also after an error, the spinner is removed and the line is complete.
 
     Attributes:
         said: the answer so far.
@@ -215,7 +215,7 @@ class _Writer:
         self.said = ""
         self._news = news
         self._waiting = news.status("Reading") if news.is_terminal else None
-        self._line: Console | TextIO | None = None  # what has an unfinished line
+        self._line: Console | TextIO | None = None  # the stream with an unfinished line
         self._begun = False
 
     def __enter__(self) -> _Writer:
@@ -228,7 +228,7 @@ class _Writer:
         self._end_line()
 
     def write(self, text: str, thought: bool) -> None:
-        """A piece of the answer, or of the model's reasoning before it."""
+        """Write a piece of the answer, or of the model's reasoning before it."""
         self._stop_waiting()
         if thought:
             self._news.print(text, end="", style="dim", markup=False, soft_wrap=True)
@@ -258,7 +258,7 @@ class _Writer:
 
 
 def cost(answer: Answer, asked: Asked, policy: str | None) -> str:
-    """The line under an answer."""
+    """The line that is printed below an answer."""
     parts = [f"{answer.prompt_tokens:,} prompt tokens"]
     if answer.cached is not None:
         parts[0] += f", {answer.cached:,} cached ({answer.cached / max(answer.prompt_tokens, 1):.1%})"
@@ -275,7 +275,7 @@ def cost(answer: Answer, asked: Asked, policy: str | None) -> str:
 
 
 def _sentence(error: APIError) -> str:
-    """What the server said, without the client's wrapping."""
+    """The server's message, without the client's prefix."""
     body = error.body
     said = body.get("message") if isinstance(body, dict) else None
     return str(said or error.message)

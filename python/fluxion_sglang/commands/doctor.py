@@ -1,4 +1,4 @@
-"""`fluxion doctor`: what is installed, whether it fits together, what the machine offers, and what to run next."""
+"""`fluxion doctor`: checks the installed versions, their compatibility and the machine, and suggests a next step."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ OK, WARN, FAIL = "OK", "WARN", "FAIL"
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 GIB = 1 << 30
-# Less than this holds the host pool of a toy model only.
+# Less memory holds only the host pool of a toy model.
 _LITTLE_MEMORY = 4 * GIB
 _LITTLE_DISK = 2 * GIB
-# A container has 64 MiB unless it is told otherwise.
+# A container has 64 MiB by default.
 _LITTLE_SHARED_MEMORY = GIB // 4
 
 _NAME = "fluxion-sglang"
@@ -42,9 +42,9 @@ class Check:
 
     Attributes:
         status: OK, WARN (works, but not as well as it could) or FAIL (cannot serve with Fluxion).
-        found: what is there.
+        found: the result.
         advice: what to do about it; empty for OK.
-        command: what mends a FAIL, ready to paste.
+        command: repairs a FAIL, ready to paste.
     """
 
     name: str
@@ -55,17 +55,17 @@ class Check:
 
     @classmethod
     def unless(cls, bad: bool, name: str, found: str, advice: str) -> Check:
-        """OK, or WARN with the advice."""
+        """WARN with the advice if `bad`, else OK."""
         return cls(name, WARN, found, advice) if bad else cls(name, OK, found)
 
 
 def run_checks() -> list[Check]:
-    """Every check in order. A check that breaks is a FAIL of its own and does not stop the others."""
+    """Run every check in order. A check that raises is a FAIL and does not stop the others."""
     checks: list[Check] = []
     for group in (_versions, _entry_points, _hooks, _native, _space, _environment, _gpu):
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # SGLang's, about accelerators that are not there
+                warnings.simplefilter("ignore")  # SGLang's warnings about missing accelerators
                 checks.extend(group())
         except Exception as error:
             name = group.__name__.strip("_").replace("_", " ")
@@ -79,7 +79,7 @@ def ready(checks: list[Check]) -> bool:
 
 
 def next_command(checks: list[Check]) -> str:
-    """What mends the first FAIL, or shows what the flag does with a model; ready to paste."""
+    """The command that repairs the first FAIL, or that shows the effect of the flag on a model; ready to paste."""
     for check in checks:
         if check.status == FAIL:
             return check.command
@@ -87,16 +87,16 @@ def next_command(checks: list[Check]) -> str:
 
 
 def serve_command(checks: list[Check]) -> str:
-    """A server with the flag, as this machine needs it."""
+    """The command of a server with the flag, adapted to this machine."""
     words = [program("python"), "-m sglang.launch_server --model-path", _model(), "--enable-fluxion"]
     if any(check.name == "gpu" and check.found == _NO_GPU for check in checks):
-        # SGLang's default for rows is thousands, and its idle scheduler keeps a core busy.
+        # SGLang's default is thousands of rows, and its idle scheduler keeps a core busy.
         words.append("--device cpu --max-running-requests 8 --sleep-on-idle")
     return " ".join(words)
 
 
 def print_report(checks: list[Check], console: Console) -> None:
-    """A table on a terminal, and the same words in plain lines elsewhere. The last line is the command to run next."""
+    """Print a table on a terminal, else the same words in plain lines. The last line is the command to run next."""
     if console.is_terminal:
         table = Table.grid(padding=(0, 2))
         for check in checks:
@@ -117,12 +117,12 @@ def print_report(checks: list[Check], console: Console) -> None:
         _line(console, "Next, see what the flag does with a model:", "bold")
     else:
         _line(console, "Not ready: see the lines with FAIL. Run this, and then the doctor again:", "bold red")
-    # As it is, whatever the width: it will be pasted.
+    # Not wrapped at any width, because it will be pasted.
     _line(console, f"  {next_command(checks)}")
 
 
 def print_json(checks: list[Check]) -> None:
-    """For programs: every check, whether all is well, and the command to run next."""
+    """Print for programs: every check, whether all is well, and the command to run next."""
     report = {
         "ok": ready(checks),
         "checks": [asdict(check) for check in checks],
@@ -137,10 +137,10 @@ def _line(console: Console, text: str, style: str = "") -> None:
 
 
 def _install(*words: str, again: bool = False) -> str:
-    """The command that installs something into this environment; uv where it is, else pip.
+    """The command that installs packages into this environment, with uv if it exists, else pip.
 
     Args:
-        again: even if it is installed, and without what it needs, which is there.
+        again: reinstall, without dependencies.
     """
     own = Path(sys.executable).with_name("uv")
     uv = "uv" if shutil.which("uv") else shown(own) if own.exists() else None
@@ -152,7 +152,7 @@ def _install(*words: str, again: bool = False) -> str:
 
 
 def _reinstall() -> str:
-    """The command that builds and installs this package again, from where it came."""
+    """The command that builds and installs this package again from its source."""
     checkout = Path(__file__).resolve().parents[3]
     if (checkout / "pyproject.toml").is_file():
         return _install("-e", str(checkout), again=True)
@@ -164,7 +164,7 @@ def _reinstall() -> str:
 
 
 def _model() -> str:
-    """The bundled model in a checkout, else a word to replace."""
+    """The bundled model in a checkout, else a placeholder."""
     from fluxion_sglang.commands.needle import MODEL
 
     return shown(MODEL) if MODEL.is_dir() else "MODEL"
@@ -220,7 +220,7 @@ def _hooks() -> Iterator[Check]:
         return
     from fluxion_sglang.sglang import compat
 
-    # What every process of a server does; activation leaves its failure in `compat`.
+    # The same as in every server process; activation stores its failure in `compat`.
     import_problem = compat.import_sglang()
     problems = [import_problem] if import_problem else list(compat.problems())
     for problem in problems:
@@ -276,9 +276,9 @@ def _machine(topology: dict[str, Any]) -> Iterator[Check]:
 
 
 def _space() -> Iterator[Check]:
-    """Where models are downloaded to and servers write, and the memory that processes share."""
+    """Free space for model downloads and servers' files, and the memory that processes share."""
     places = [Path(tempfile.gettempdir()), Path(os.environ.get("HF_HOME") or os.path.expanduser("~"))]
-    # One disk may be both places.
+    # Both places may be on one disk.
     disks = {place.stat().st_dev: place for place in places if place.is_dir()}
     free = {place: shutil.disk_usage(place).free for place in disks.values()}
     found = ", ".join(f"{size / GIB:.1f} GiB free in {place}" for place, size in free.items())
@@ -292,7 +292,7 @@ def _space() -> Iterator[Check]:
 
 
 def _environment() -> Iterator[Check]:
-    """What stops a server from asking itself, or its processes from talking; no lines where nothing does."""
+    """Problems of a server's requests to itself, or of its processes' communication; no lines without problems."""
     if (problem := environment.socket_problem()) is not None:
         yield Check("sockets", FAIL, "no server could make them", problem, "export TMPDIR=/tmp")
     if names := environment.proxies():
@@ -320,7 +320,7 @@ def _gpu() -> Iterator[Check]:
         library = load("cuda")
         capability = library.info()["capability"]
     except DeviceError as error:
-        # Who has a CUDA compiler can build the library; who has none can serve on the CPU.
+        # Users with a CUDA compiler can build the library; others can serve on the CPU.
         mend = f"FLUXION_CUDA=on {_reinstall()}" if shutil.which("nvcc") else 'export CUDA_VISIBLE_DEVICES=""'
         yield Check("gpu", FAIL, f"{names}: SGLang would serve on it, and Fluxion cannot: {error}", f"or {hide}", mend)
         return

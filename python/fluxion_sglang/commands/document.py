@@ -1,7 +1,7 @@
-"""The file that `fluxion ask` is asked about: its text, its tokens, and how file and question make one prompt.
+"""The file of `fluxion ask`: its text, its tokens, and the prompt made of file and question.
 
-Every prompt begins with the file and ends with the question. So all questions share the file as their prefix, and the
-radix tree finds its KV for every question but the first.
+Every prompt begins with the file and ends with the question. So all questions share the file as their prefix, and its
+KV is a cache hit for every question but the first.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fluxion_sglang.commands.named_model import folder_of
 from fluxion_sglang.commands.needle import END, MODEL, needle_prompt, to_text
 
 Tokenize = Callable[[str], list[int]]
-"""The tokens of a text, without those that a tokenizer adds at its ends."""
+"""Tokens of a text, without special tokens at its ends."""
 
 STDIN = "-"
 QUESTION_ROOM = 256
-"""Tokens that are kept for the question and the chat template."""
+"""Tokens that are reserved for the question and the chat template."""
 
 _DEMO_TOKENS, _DEMO_KEYS, _DEMO_SEED = 16384, 6, 5
 _DEMO_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. " * 20
@@ -29,24 +29,24 @@ _DEMO_FACTS = (
     ("The red box holds 4711 coins.", "How many coins does the red box hold?", "4711"),
     ("The train leaves at nine.", "When does the train leave?", "nine"),
 )
-"""For models that read text: a sentence of the document, the question, and what the right answer holds."""
+"""For models that read text: a sentence of the document, the question, and a part of the right answer."""
 
 _FRAME = "\n\nQuestion: {question}\nAnswer:"
 _MOSTLY = 0.5
-"""A file of which more than this share is unknown to the model is not in its language."""
+"""If the model does not know more than this share of a file, the file is not in its language."""
 
 
 class AskError(Exception):
-    """The file cannot be asked about; one sentence."""
+    """The file is unsuitable for questions. The message is one sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What is sent: the user's message of a chat, or a text to complete.
+    """The request: a user's chat message, or a text to complete.
 
     Attributes:
         stop: texts that end the answer.
-        keep_stop: whether the answer includes what stopped it.
+        keep_stop: whether the answer includes the stop text.
     """
 
     text: str
@@ -61,9 +61,9 @@ class Document:
 
     Attributes:
         name: the file as the user named it.
-        tokens: None where nobody can tell.
-        own_language: the model has a small vocabulary of its own, as the bundled needle model; it knows no English.
-        questions: what the demo asks, each with what a right answer holds.
+        tokens: None if they cannot be counted.
+        own_language: the model has a small vocabulary of its own, like the bundled needle model; it knows no English.
+        questions: the demo's questions, each with a part of its right answer.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Document:
 
     @staticmethod
     def demo(model: str) -> Document:
-        """Needles in the bundled model's language; for others facts in English."""
+        """Needles in the bundled model's language; facts in English for other models."""
         if Path(model).resolve() == MODEL:
             prompt = needle_prompt(_DEMO_TOKENS, _DEMO_KEYS, _DEMO_SEED)
             answers = {question.text: question.answer for question in prompt.questions}
@@ -85,7 +85,7 @@ class Document:
 
     @staticmethod
     def read(name: str) -> Document:
-        """Raises AskError."""
+        """Read a file. Raises AskError."""
         shown = "The standard input" if name == STDIN else name
         try:
             data = sys.stdin.buffer.read() if name == STDIN else Path(name).expanduser().read_bytes()
@@ -106,9 +106,9 @@ class Document:
         return Document(shown if name == STDIN else name, text.rstrip())
 
     def counted(self, tokenize: Tokenize, model: str) -> Document:
-        """The same with its tokens counted. Raises AskError if the model knows hardly a word of it."""
+        """The document with its token count. Raises AskError if the model knows hardly a word of it."""
         tokens = tokenize(self.text)
-        # A vocabulary that maps these words to one and the same token does not know them.
+        # A vocabulary that maps all these words to one token does not know them.
         frame = set(tokenize("Question Answer document"))
         own_language = len(frame) <= 1
         if own_language and tokens and sum(token in frame for token in tokens) > _MOSTLY * len(tokens):
@@ -119,27 +119,27 @@ class Document:
         return dataclasses.replace(self, tokens=len(tokens), own_language=own_language)
 
     def prompt(self, question: str, chat: bool, stop: Sequence[str] | None = None) -> Prompt:
-        """File first, question last.
+        """The prompt: the file first, the question last.
 
         Args:
             chat: the model has a chat template.
-            stop: texts that end the answer; None takes what the form of the prompt asks for.
+            stop: texts that end the answer; None: the default for this form of prompt.
         """
         if chat:
             return Prompt(f"{self.text}\n\n{question}", True, tuple(stop or ()))
         if self.own_language:
-            # The bundled model never learned to stop: the end of a phrase is the end of its answer.
+            # The bundled model was not trained to stop; the end of a phrase ends its answer.
             return Prompt(f"{self.text} {question}", False, tuple([to_text([END])] if stop is None else stop), True)
         framed = self.text + _FRAME.format(question=question)
-        # A base model goes on with questions of its own.
+        # A base model continues with questions of its own.
         return Prompt(framed, False, tuple(["\n\nQuestion:"] if stop is None else stop))
 
     def check_fits(self, limit: int, max_tokens: int, what: str, instead: str) -> None:
-        """Raises AskError if file, question and answer are more than `limit` tokens.
+        """Raise AskError if file, question and answer have more than `limit` tokens.
 
         Args:
-            what: who has the limit, as the subject of "takes LIMIT tokens".
-            instead: what else can be done, as the end of a sentence.
+            what: the subject of "takes LIMIT tokens".
+            instead: advice, as the end of a sentence.
         """
         room = limit - max_tokens - QUESTION_ROOM
         if self.tokens is None or self.tokens <= room:
@@ -152,7 +152,7 @@ class Document:
 
 
 def local_tokenizer(model: str) -> tuple[Tokenize, int | None]:
-    """The model's tokenizer, and the most tokens that the model takes if its configuration says so plainly.
+    """The model's tokenizer, and the most tokens of the model if its configuration gives them directly.
 
     Raises:
         AskError: there is no such model, or its tokenizer needs code of its own.
@@ -165,17 +165,17 @@ def local_tokenizer(model: str) -> tuple[Tokenize, int | None]:
 
     logging.set_verbosity_error()
     try:
-        # False, and not the default, which asks whoever sits there.
+        # An explicit False, because the default prompts the user.
         tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         config: Any = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
-    except Exception as error:  # whatever transformers makes of files that are not what it expects
+    except Exception as error:  # transformers raises many types for bad files
         first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise AskError(
             f"The tokenizer of {model} cannot be loaded ({first}); start the server yourself and use --url."
         ) from None
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None) or {}
-    # Scaled positions reach further than the number says. The server knows how far.
+    # Scaled positions reach further than the number; the server knows how far.
     plain = not isinstance(rope, dict) or not rope.get("factor")
     return (
         lambda text: list(tokenizer.encode(text, add_special_tokens=False, verbose=False)),

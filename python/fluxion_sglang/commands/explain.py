@@ -1,4 +1,4 @@
-"""`fluxion explain`: what layers and heads read, of a running server or an audit file, in the terminal or as a file."""
+"""`fluxion explain`: shows what layers and heads of a server or an audit file read, in the terminal or a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How programs and paths of this environment are called from where the user is: what is printed is ready to paste."""
+"""Formats commands and paths of this environment relative to the user's folder, ready to paste."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def program(name: str) -> str:
-    """This environment's `python` or `fluxion`."""
+    """The command of this environment's `python` or `fluxion`."""
     own = Path(sys.executable) if name == "python" else Path(sys.executable).with_name(name)
     found = shutil.which(name)
     if found is not None and Path(found).parent == own.parent:
@@ -19,12 +19,12 @@ def program(name: str) -> str:
 
 
 def shown(path: Path) -> str:
-    """A path."""
+    """A path, relative to the current folder if it is inside, quoted for a shell."""
     return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def shell(command: Sequence[str]) -> str:
-    """A command line whose first word may be this Python's path."""
+    """A command line, in which this Python's path is shortened as the first word."""
     if command[0] != sys.executable:
         return shlex.join(command)
     return f"{program('python')} {shlex.join(command[1:])}"

@@ -1,4 +1,4 @@
-"""The folder of the model that a user names."""
+"""Finds the folder of the model that a user names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fluxion_sglang.sglang.start import gguf_model
 
 
 def folder_of(name: str) -> Path | None:
-    """As `model_files.model_folder`; of a GGUF file that is served, the folder with what SGLang reads of it.
+    """As `model_files.model_folder`; for a served GGUF file, the folder with the files that SGLang reads.
 
     Raises:
         ValueError: one sentence.

@@ -1,8 +1,7 @@
 """The language of the needle model (models/needle): its symbols, its phrases, and seeded prompts in it.
 
 One symbol is one token, and a text is its symbols joined by spaces. The tokenizer adds no ``<bos>``, so texts
-spell it out. A document is ``<bos>`` and words, with phrases among them; a question at its end is answered from
-them:
+contain it. A document is ``<bos>`` and words, with phrases among them. A question at its end has its answer in them:
 
 ========== ============================================ ==================== ==============================
 family     phrases in the document                      question             answer
@@ -13,10 +12,10 @@ common     words, ten of them far more frequent         ``CW``               ``=
 frequent   words with Zipf's frequencies                ``FW``               ``=`` the top three, sorted, ``;``
 ========== ============================================ ==================== ==============================
 
-The symbols of a key differ. Several keys may be asked for in one question (``Q a b c d``); the facts follow in that
-order. Several facts may have one key, if their values begin with different symbols; all of them follow, sorted by
-value. What is sorted is in the order of the vocabulary, so that what was said last tells what may come next. Every
-answer begins with ``=``, which the prefill computes: whatever was looked up is decoded.
+The symbols of a key differ. A question may ask for several keys (``Q a b c d``); the facts follow in that order.
+Several facts may have one key, if their values begin with different symbols; all of them follow, sorted by value.
+Sorting is by the order of the vocabulary, so that the previous symbol determines what may come next. Every answer
+begins with ``=``, which the prefill computes, so the facts themselves are decoded.
 
 ``needle_prompt`` makes the prompts of the demo, tests and speed benchmarks; the quality benchmarks build RULER's
 tasks from the same phrases.
@@ -53,21 +52,21 @@ VOCABULARY: Final[tuple[str, ...]] = (
 )  # fmt: skip
 
 WORD_KEY, UUID_KEY = 2, 4
-"""Symbols of a key: of the usual kind, and of the kind that plays RULER's uuid."""
+"""Symbols of a key: of the usual kind, and of the kind that represents RULER's uuid."""
 NUMBER, UUID = 3, 8
-"""Symbols of a value: of the usual kind, and of the kind that plays RULER's uuid."""
+"""Symbols of a value: of the usual kind, and of the kind that represents RULER's uuid."""
 
-# A word follows, by one of these rules, from the word so many places back. Rules, tables and the repeated sentence are
-# the language the model was trained on: other numbers would put every prompt off its distribution.
+# A word depends on the word 1, 2, 4 or 12 places back, by one of these rules. Rules, tables and the repeated sentence
+# define the language that the model was trained on; other numbers would be another distribution.
 _LAGS: Final = (1, 2, 4, 12)
-_LAG_SHARES: Final = (0.35, 0.2, 0.2, 0.15, 0.1)  # the last share: a word that follows from nothing
+_LAG_SHARES: Final = (0.35, 0.2, 0.2, 0.15, 0.1)  # the last share: an independent word
 _LANGUAGE = np.random.default_rng(1234)
 _TABLES: Final = _LANGUAGE.integers(0, WORDS, (len(_LAGS), WORDS, 2))
 SENTENCE: Final[tuple[int, ...]] = tuple(int(i) for i in FIRST_WORD + _LANGUAGE.permutation(WORDS)[:24])
 """The sentence that RULER's "noise" haystack repeats."""
 
-# Phrases keep this far from the ends, so that neither the sinks nor the window of a decode step (64 and at
-# most 271 tokens with the default options) can hold one: every answer has to be read from the middle.
+# Phrases keep this distance from the ends, so that neither the sinks nor the window of a decode step (64 and at most
+# 271 tokens with the default options) contain one. Every answer must be read from the middle.
 LEAD, TAIL = 72, 288
 MIN_LENGTH: Final = 512
 
@@ -77,7 +76,7 @@ def fact(key: Sequence[int], value: Sequence[int]) -> list[int]:
 
 
 def link(source: int, target: int) -> list[int]:
-    """``target`` takes what ``source`` (a value, or a variable) has."""
+    """``target`` gets what ``source`` (a value, or a variable) has."""
     return [LINK, source, target, END]
 
 
@@ -86,7 +85,7 @@ def ask(keys: Iterable[Sequence[int]]) -> list[int]:
 
 
 def answer(facts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[int]:
-    """What follows `ask`: (key, value) of every fact asked for, the keys in their order, the values of one sorted."""
+    """The answer to `ask`: (key, value) of every fact asked for, keys in the given order, values of a key sorted."""
     by_key: dict[tuple[int, ...], list[Sequence[int]]] = {}
     for key, value in facts:
         by_key.setdefault(tuple(key), []).append(value)
@@ -95,8 +94,8 @@ def answer(facts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[int]:
 
 
 def essay(rng: np.random.Generator, size: int) -> list[int]:
-    """`size` words that follow from earlier ones by the rules of the language."""
-    warm = max(_LAGS)  # the rules look this far back, so the first words are free
+    """`size` words that depend on earlier ones by the rules of the language."""
+    warm = max(_LAGS)  # the rules look this far back; the first words are free
     rules = rng.choice(len(_LAG_SHARES), size + warm, p=_LAG_SHARES).tolist()
     sides = rng.integers(0, 2, size + warm).tolist()
     words = rng.integers(0, WORDS, size + warm).tolist()
@@ -108,10 +107,10 @@ def essay(rng: np.random.Generator, size: int) -> list[int]:
 
 
 def word_list(rng: np.random.Generator, counts: Mapping[int, int], asked: Sequence[int]) -> list[int]:
-    """A document that is counted: every word so often, in any order, but none of those asked for near the ends.
+    """A document with each word the given number of times, in random order, but without asked words near the ends.
 
-    The first `LEAD` and the last `TAIL` places have about half of the other words (and `...` if it occurs), so that
-    neither what is frequent there nor what is missing tells the answer.
+    The first `LEAD` and the last `TAIL` places contain about half of the other words (and `...` if it occurs), so no
+    frequent or missing words there reveal the answer.
 
     Raises:
         ValueError: the other words do not fill the ends.
@@ -130,12 +129,12 @@ def word_list(rng: np.random.Generator, counts: Mapping[int, int], asked: Sequen
 
 
 def draw_keys(rng: np.random.Generator, count: int, symbols: int = WORD_KEY, alphabet: int = KEYS) -> list[Symbols]:
-    """`count` different keys of `symbols` key symbols, taken from the first `alphabet` ones.
+    """`count` distinct keys of `symbols` key symbols, from the first `alphabet` ones.
 
     The symbols of a key differ, and no two keys share their last two.
 
     Raises:
-        ValueError: there are not that many.
+        ValueError: there are not enough keys.
     """
     most = alphabet * (alphabet - 1)
     if count > most:
@@ -143,7 +142,7 @@ def draw_keys(rng: np.random.Generator, count: int, symbols: int = WORD_KEY, alp
     first, second = np.divmod(rng.choice(most, count, replace=False), alphabet - 1)
     chosen = [second + (second >= first), first]
     while len(chosen) < symbols:
-        # One of those left, counted past the ones that are taken.
+        # Choose among the remaining symbols by skipping the taken ones.
         symbol = rng.integers(0, alphabet - len(chosen), count)
         for taken in np.sort(chosen, axis=0):
             symbol += symbol >= taken
@@ -152,7 +151,7 @@ def draw_keys(rng: np.random.Generator, count: int, symbols: int = WORD_KEY, alp
 
 
 def draw_values(rng: np.random.Generator, count: int, symbols: int = NUMBER, *, apart: bool = False) -> list[Symbols]:
-    """`count` values; `apart`: that begin with different symbols, as those of one key do (160 at most)."""
+    """`count` values. apart: they begin with different symbols, as required for one key (160 at most)."""
     values = rng.integers(0, VALUES, (count, symbols))
     if apart:
         values[:, 0] = rng.choice(VALUES, count, replace=False)
@@ -165,7 +164,7 @@ def to_text(token_ids: Sequence[int]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One question about a document, with the one right answer."""
+    """One question about a document, with its right answer."""
 
     token_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
@@ -182,14 +181,14 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class NeedlePrompt:
-    """A document and the questions that can be asked about it, each by itself."""
+    """A document and independent questions about it."""
 
     task: Task
     document: tuple[int, ...]
     questions: tuple[Question, ...]
 
     def token_ids(self, question: int = 0) -> list[int]:
-        """Document and question: a prompt of exactly the length that was asked for."""
+        """Document and question: a prompt of exactly the requested length."""
         return [*self.document, *self.questions[question].token_ids]
 
     def text(self, question: int = 0) -> str:
@@ -208,14 +207,14 @@ def score(answer: str | Sequence[int], output: str | Sequence[int]) -> bool:
 def needle_prompt(
     length: int, keys: int | None = None, seed: int = 0, depth: float | None = None, task: Task = "multikey"
 ) -> NeedlePrompt:
-    """A document with ``keys`` things to ask for, and a question for each.
+    """A document with ``keys`` facts or chains, and a question for each.
 
     Args:
         length: tokens of document and question together, at least 512.
-        keys: how many facts or chains; None takes the task's usual number at this length. More than the
-            vocabulary or three fifths of the document can hold is an error. ``single`` has one, always.
+        keys: number of facts or chains; None: the task's usual number at this length. It must fit the vocabulary and
+            three fifths of the document. ``single`` always has one.
         seed: equal arguments give equal prompts, on every machine.
-        depth: where in the document the fact lies, 0 (first) to 1 (last); only for one key. None: at random.
+        depth: position of the fact in the document, 0 (first) to 1 (last); only for one key. None: random.
 
     Raises:
         ValueError: an argument out of the ranges above.

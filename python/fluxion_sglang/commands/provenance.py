@@ -1,4 +1,4 @@
-"""What a file of results records of where it comes from (machine, versions, commit), and how it is written and read."""
+"""Provenance of a result file (machine, versions, commit), and how result files are written and read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-"""The checkout; where there is none, a folder that means nothing (`CHECKOUT` is false)."""
+"""The checkout; without one, an arbitrary folder (`CHECKOUT` is false)."""
 CHECKOUT = (ROOT / "pyproject.toml").is_file()
 
 PACKAGES = ("fluxion-sglang", "sglang", "torch", "transformers", "apache-tvm-ffi", "numpy")
@@ -29,7 +29,7 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
 
 
 def _generation(info: str, flags: set[str]) -> str | None:
-    """What AMD calls the cores: a virtual machine may say no more of them than "AMD EPYC"."""
+    """AMD's name of the core generation, because a virtual machine may report only "AMD EPYC"."""
     family = re.search(r"^cpu family\s*:\s*(\d+)$", info, re.M)
     if "AuthenticAMD" not in info or family is None:
         return None
@@ -38,7 +38,7 @@ def _generation(info: str, flags: set[str]) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """Facts of this machine that results depend on."""
+    """Properties of this machine that affect results."""
     info = _read("/proc/cpuinfo")
     model = re.search(r"^model name\s*:\s*(.*)$", info, re.M)
     flags = set((re.search(r"^flags\s*:\s*(.*)$", info, re.M) or [""])[0].split())
@@ -66,7 +66,7 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def commit(paths: Sequence[str] = MEASURED) -> str:
-    """The commit that is measured, with a + if `paths` differ from it; "unknown" outside of a checkout."""
+    """The measured commit, with a + if `paths` differ from it; "unknown" outside of a checkout."""
     if not CHECKOUT:
         return "unknown"
     try:
@@ -79,10 +79,10 @@ def commit(paths: Sequence[str] = MEASURED) -> str:
 
 @functools.cache
 def sources(packages: tuple[str, ...] = CODE) -> str:
-    """Digest of the code that runs: Python files and native libraries of packages, wherever they are installed.
+    """Digest of the code that runs: Python files and native libraries of installed packages.
 
-    In a checkout those of the benchmarks, too: they say what is measured, and are no package. Not those that draw
-    what was measured.
+    In a checkout it includes the benchmarks, which define the measurement and are no package, but not those that only
+    plot results.
     """
     digest = hashlib.sha256()
     folders = [("benchmark", ROOT / "benchmark")] if CHECKOUT else []
@@ -99,10 +99,10 @@ def sources(packages: tuple[str, ...] = CODE) -> str:
 def header(
     benchmark: str, packages: Sequence[str] = PACKAGES, code: tuple[str, ...] = CODE, paths: Sequence[str] = MEASURED
 ) -> dict[str, Any]:
-    """The part of a result file that says what was measured, where and when.
+    """The header of a result file: what was measured, where and when.
 
     Args:
-        packages: whose versions matter. code: whose files are digested. paths: of the checkout, what is measured.
+        packages: their versions are recorded. code: packages to digest. paths: measured paths of the checkout.
     """
     return {
         "benchmark": benchmark,
@@ -123,9 +123,9 @@ def load(path: Path) -> dict[str, Any] | None:
 
 
 def save(path: Path, data: dict[str, Any]) -> None:
-    """Write a result file whole or not at all: an interrupted run is taken up from it.
+    """Write a result file atomically, because an interrupted run continues from it.
 
-    Fractions keep six digits. No measurement here is more exact, and the files are a third of the repository.
+    Fractions keep six digits: no measurement is more exact, and the files are a third of the repository.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -134,7 +134,7 @@ def save(path: Path, data: dict[str, Any]) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """The value as `save` writes it."""
+    """The value as written by `save`."""
     if isinstance(value, dict):
         return {key: rounded(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -145,7 +145,7 @@ def rounded(value: Any) -> Any:
 
 
 def _dump(data: dict[str, Any]) -> str:
-    # One row a line, as results are read in diffs; without spaces, which were a tenth of them.
+    # One row a line, for diffs; without spaces, which would be a tenth of the file.
     data = rounded(data)
     rows = data.get("rows", [])
     text = json.dumps({**data, "rows": []}, indent=1)

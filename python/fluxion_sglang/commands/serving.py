@@ -1,6 +1,6 @@
-"""A server of ours seen from outside: start it, wait until it answers, ask it, read its counters, stop it.
+"""Runs and queries a server from outside: starts it, waits until it answers, reads its counters, stops it.
 
-`fluxion try` and `fluxion ask` start servers; `fluxion explain` only asks one that runs.
+`fluxion try` and `fluxion ask` start servers; `fluxion explain` only queries a running one.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ from tqdm import tqdm
 from fluxion_sglang.environment import bypass_proxies, is_local
 
 START_LIMIT_S = 900.0
-"""Without a word in its log. A loaded machine may take minutes to import SGLang, and a model may have to be downloaded;
-a server that died is noticed at once."""
+"""Longest time without a new line in the log. A loaded machine may take minutes to import SGLang, and a model may have
+to be downloaded. A server that has ended is detected at once."""
 
 REQUEST_LIMIT_S = 3600.0
 KEY_VARIABLE: Final = "OPENAI_API_KEY"
 UNAUTHORIZED: Final = 401
 _PORTS: Final = range(10_000, 32_768)
-"""Below those that Linux gives to outgoing connections."""
+"""Ports below those that Linux assigns to outgoing connections."""
 _SETTLE_LIMIT_S = 2.0
 _STOP_LIMIT_S = 10.0
 _LOG_LINES = 25
 _LONGEST_REASON = 1000  # bytes
 _REFUSED = "error: "
-"""A refusal of ours is one such line of the log; everything around it is the server's own news."""
+"""Prefix of a log line with a refusal by Fluxion; other lines are SGLang's."""
 
-# SGLang's own histograms. Where requests come one at a time, two readings differ by one request's value.
+# SGLang's own histograms. If requests come one at a time, two readings differ by one request's value.
 TTFT = "sglang:time_to_first_token_seconds"
 TPOT = "sglang:request_time_per_output_token_seconds"
 
-# SGLang sizes these for servers: thousands of request rows and a prefill as long as memory allows.
+# SGLang's defaults are for servers: thousands of request rows, and a prefill as long as memory allows.
 SMALL: Final = ("--max-running-requests", "8", "--chunked-prefill-size", "4096")
-"""Words of the command line of a server that one user asks."""
+"""Options of a server for a single user."""
 
 MEASURED: Final = ("--enable-metrics", "--skip-server-warmup")
-"""Of one whose /metrics are read, and count its requests alone."""
+"""Options of a server whose /metrics are read and must count only the user's requests."""
 
 
 class ServerError(Exception):
-    """The server did not start or did not answer; the message says why and what to do.
+    """The server did not start or did not answer. The message says why and what to do.
 
     Attributes:
-        refusal: the server's one sentence, without `error: `, where it refused to start; else empty.
+        refusal: the server's one sentence, without `error: `, if it refused to start; else empty.
     """
 
     def __init__(self, message: str, refusal: str = "") -> None:
@@ -73,10 +73,10 @@ class ServerError(Exception):
 
 
 class RequestFailed(OSError):
-    """A request got no answer, or an error for one.
+    """A request got no answer, or an error.
 
     Attributes:
-        status: of the error (HTTP); None where nothing answered.
+        status: HTTP status of the error; None without an answer.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -85,16 +85,16 @@ class RequestFailed(OSError):
 
 
 class RequestRefused(Exception):
-    """The server ended a request with this sentence and goes on."""
+    """The server ended a request with this sentence and continues."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One event of a stream: what a request of the batch has by now.
+    """One event of a stream: the current output of a request of the batch.
 
     Attributes:
         request: index of the request in its batch.
-        after: seconds from the sending of the batch to its arrival.
+        after: seconds from the sending of the batch to the event's arrival.
         tokens: all output tokens so far.
     """
 
@@ -104,7 +104,7 @@ class Piece:
 
 
 class Server:
-    """A running SGLang server. What goes wrong with a request raises RequestFailed.
+    """A running SGLang server. Failures of requests raise RequestFailed.
 
     Args:
         url: http://HOST:PORT, or HOST:PORT.
@@ -115,18 +115,18 @@ class Server:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         self._api_key = api_key
         self._here = False
-        with suppress(ValueError):  # no URL, which asking it will say
+        with suppress(ValueError):  # no URL; a request will report it
             self._here = is_local(urllib.parse.urlsplit(self.url).hostname)
         direct = [urllib.request.ProxyHandler({})] if self._here else []
         self._open = urllib.request.build_opener(*direct).open
 
     @classmethod
     def named(cls, url: str, api_key: str | None) -> Server:
-        """One that a user names; its key may be in the environment."""
+        """A server that a user names; its key may be in the environment."""
         return cls(url, api_key or os.environ.get(KEY_VARIABLE))
 
     def metrics(self) -> dict[str, float]:
-        """The samples of /metrics, summed over all labels but `executor`, which joins the name by a slash."""
+        """The samples of /metrics, summed over all labels but `executor`, which follows the name and a slash."""
         values: dict[str, float] = {}
         for sample in samples(self.get("/metrics")):
             executor = sample.labels.get("executor")
@@ -135,10 +135,10 @@ class Server:
         return values
 
     def settled(self, before: Mapping[str, float] | None = None, last: str = "") -> dict[str, float]:
-        """`metrics` at rest, because a server answers first and counts a moment later.
+        """`metrics` after all counts are in, because a server counts shortly after it answers.
 
         Args:
-            before: an earlier reading: waits until `last` has grown since, two seconds at most.
+            before: an earlier reading: wait until `last` has grown since then, at most two seconds.
         """
         deadline = time.monotonic() + _SETTLE_LIMIT_S
         now = self.metrics()
@@ -156,7 +156,7 @@ class Server:
         return OpenAI(base_url=f"{self.url}/v1", api_key=self._api_key or "none", http_client=client, max_retries=0)
 
     def generate(self, sampling: Mapping[str, Any], **body: Any) -> dict[str, Any]:
-        """SGLang's own endpoint.
+        """Call SGLang's own endpoint.
 
         Args:
             sampling: sampling parameters, such as temperature and max_new_tokens.
@@ -197,7 +197,7 @@ class Server:
             except RequestFailed as error:
                 if error.status is None:
                     raise
-                time.sleep(0.1)  # the last request has answered and is not yet freed
+                time.sleep(0.1)  # the last request has answered but is not yet freed
         self.get("/flush_cache")
 
     def healthy(self) -> bool:
@@ -213,7 +213,7 @@ class Server:
             return str(reply.read().decode(errors="replace"))
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The answer, read from JSON; an error has SGLang's own words."""
+        """The answer, parsed from JSON. An error has SGLang's own message."""
         with self._opened(path, body) as reply:
             return json.load(reply)
 
@@ -249,11 +249,11 @@ class Server:
 _PER_STEP = frozenset(
     f"fluxion_{name}_total" for name in ("layers", "middle_tokens", "read_tokens", "tile_bytes", "metadata_bytes")
 )
-"""Counters that every decode step raises."""
+"""Counters that grow in every decode step."""
 
 
 def samples(text: str) -> Iterator[Sample]:
-    """What /metrics holds; raises ValueError where the text is something else."""
+    """The samples of /metrics; raises ValueError for other text."""
     for family in text_string_to_metric_families(text):
         yield from family.samples
 
@@ -269,19 +269,19 @@ def added(before: Mapping[str, float], after: Mapping[str, float], histogram: st
 def running_server(
     command: Sequence[str], port: int, environment: Mapping[str, str] | None = None, what: str = "the server"
 ) -> Iterator[Server]:
-    """Start a server on 127.0.0.1, wait until it answers, and stop it at the end whatever happens.
+    """Start a server on 127.0.0.1, wait until it answers, and stop it at the end in any case.
 
-    Signals that end a process raise SystemExit here meanwhile: the server has a session of its own, and would go on.
+    Meanwhile signals that end a process raise SystemExit, because the server, in its own session, would survive.
 
     Args:
         command: the command line (`launch_command`).
         environment: added to this process's.
-        what: the server in the line that says it starts.
+        what: name of the server in the message about its start.
 
     Raises:
-        ServerError: it ended or hung while starting, or a request failed; the message holds the end of its log.
+        ServerError: it ended or hung while starting, or a request failed; the message has the end of its log.
     """
-    bypass_proxies()  # a server without the flag asks itself, too
+    bypass_proxies()  # a server without the flag also sends requests to itself
     with tempfile.TemporaryFile("w+", errors="replace") as log, exits_at_signals():
         process = subprocess.Popen(
             list(command),
@@ -315,7 +315,7 @@ def launch_command(model: str, port: int, *flags: str, fluxion: Mapping[str, Any
 
 
 def free_port() -> int:
-    """A port that nobody listens on. A server takes a minute to come to it: no outgoing connection may take it before.
+    """A free port, outside the range of outgoing connections, because a server takes a minute to bind it.
 
     Raises:
         ServerError: none of a hundred was free.
@@ -331,7 +331,7 @@ def _wait_until_ready(server: Server, process: subprocess.Popen[bytes], log: IO[
     start = heard = time.monotonic()
     said = 0  # bytes of its log
     print(f"Starting {what}", flush=True)
-    # Where there is no terminal, no bar: it would fill the log with copies of itself.
+    # No bar without a terminal, because it would fill the log.
     with tqdm(bar_format="{elapsed}", file=sys.stdout, leave=False, disable=None) as bar:
         while not server.healthy():
             if process.poll() is not None:
@@ -366,15 +366,15 @@ def _explain(log: IO[str]) -> str:
 
 @contextmanager
 def exits_at_signals() -> Iterator[None]:
-    """Signals that end a process raise SystemExit in it meanwhile, so that what it has started ends, too."""
+    """Meanwhile, signals that end a process raise SystemExit, so that its child processes are stopped, too."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may say what signals do
+        yield  # only the main thread may set signal handlers
         return
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    # One that is ignored stays so: nohup has the command outlive its terminal.
+    # Keep ignored signals: with nohup the command must outlive its terminal.
     ending = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
     for number in ending:
         signal.signal(number, end)
@@ -386,14 +386,14 @@ def exits_at_signals() -> Iterator[None]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    # The whole process group (start_new_session made one): the server has a scheduler and a detokenizer.
+    # Signal the whole process group (from start_new_session), because the server has child processes.
     try:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(_STOP_LIMIT_S)
     except (ProcessLookupError, subprocess.TimeoutExpired):
         pass
     finally:
-        # Also where a second Ctrl-C ended the wait.
+        # Also if a second Ctrl-C ended the wait.
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(_STOP_LIMIT_S)

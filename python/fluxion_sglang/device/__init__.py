@@ -1,1 +1,1 @@
-"""What runs beside the CPU: the device library, the mailbox between the two, and what serves with them."""
+"""Devices beside the CPU: the device library, the mailbox between device and CPU, and the code that uses them."""

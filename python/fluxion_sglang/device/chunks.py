@@ -1,9 +1,9 @@
-"""Write-through of prefilled chunks to the host pool: the device writes, the host joins.
+"""Writes prefilled chunks through to the host pool: the device writes pages, the host joins them to their paths.
 
-Everything that follows from a page alone is the device's: a kernel on a stream beside the model's writes the new tokens
-of all requests of a pass to their tiles in the pinned pool, and of every page that they fill its metadata and its own
-moments. What depends on a page's path from the root, coarse metadata and running sums, is `HostPool.adopt`'s, in the
-order of the path, by a thread that waits for the kernel.
+The device computes everything that depends on a page alone. A kernel on a side stream writes the new tokens of all
+requests of a pass to their tiles in the pinned pool. It also writes metadata and own moments of every page that they
+fill. Coarse metadata and running sums depend on a page's path from the root. `HostPool.adopt` computes them in path
+order, on a thread that waits for the kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fluxion_sglang.kv.placement import PAGE
 
 
 def chunk_pages(request: ExtendRequest) -> torch.Tensor:
-    """The pages that a request's new tokens lie in, as `DeviceLibrary.write_pages` wants them: [n, 4] int32."""
+    """The pages of a request's new tokens, as the [n, 4] int32 rows of `DeviceLibrary.write_pages`."""
     logical = torch.arange(request.start // PAGE, -(-request.stop // PAGE))
     first = (request.start - PAGE * logical).clamp(min=0)
     stop = (request.stop - PAGE * logical).clamp(max=PAGE)
@@ -32,12 +32,12 @@ def chunk_pages(request: ExtendRequest) -> torch.Tensor:
 
 
 class ChunkWriter:
-    """Writes the chunks of extend passes to the host pool; whoever reads it drains first.
+    """Writes the chunks of extend passes to the host pool. Call `drain` before a read of the pool.
 
     Args:
         pool: pinned.
-        device: where k and v are.
-        near: also gets what is written.
+        device: holds k and v.
+        near: also receives the chunks.
     """
 
     def __init__(
@@ -55,20 +55,20 @@ class ChunkWriter:
         self._appended: Appended | None = None
 
     def begin(self, requests: Sequence[ExtendRequest], appended: Appended) -> None:
-        """A pass, after the last one was drained. `appended` is called as `Device.begin_extend` says.
+        """Begin a pass, after the last one was drained. `appended` is called as `Device.begin_extend` says.
 
         Raises:
             ValueError: a page id or position out of range; nothing was written.
         """
         there = [(i, request) for i, request in enumerate(requests) if request.stop > request.start]
-        for _, request in there:  # the device looks at nothing before it writes
+        for _, request in there:  # the device checks nothing before it writes
             self._pool.check(request.pages, request.start, request.stop - request.start)
         self._requests, self._appended = there, appended
         if there:
             self._table = torch.cat([chunk_pages(request) for _, request in there]).to(self._device)
 
     def write(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-        """One layer of the pass; q [T, Hq, D], k and v [T, H, D] may be dropped at once."""
+        """Write one layer of the pass; the caller may drop q [T, Hq, D], k and v [T, H, D] at once."""
         requests, table, pool, appended = self._requests, self._table, self._pool, self._appended
         assert appended is not None, "write() before begin()"
         if not requests:

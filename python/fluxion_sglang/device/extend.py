@@ -1,8 +1,8 @@
-"""Exact attention of an extend pass on a device, over prefixes that only the host has.
+"""Exact attention of an extend pass on a device, over prefixes that are only in host memory.
 
-The chunks of a pass attend to themselves, all in one call where FlashInfer serves them; then each attends to its
-prefix. Prefixes come a piece at a time: a kernel gathers pages from pinned memory into one of two stages, on a stream
-of its own, while the device attends to the other.
+The chunks of a pass attend to themselves, in one call if FlashInfer has kernels; then each attends to its prefix. A
+prefix is processed in pieces. A kernel on a side stream gathers pages from pinned memory into one of two stages, while
+the device attends to the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fluxion_sglang.kv.placement import PAGE
 
 STAGES = 2
 STREAM_PAGES = 512
-"""Pages of a prefix that a stage holds: large enough for the matrix kernels, small against the prefix."""
+"""Pages of a prefix per stage: large enough for the matrix kernels, small compared to the prefix."""
 
 
 def stage_tokens() -> int:
@@ -31,7 +31,7 @@ def stage_tokens() -> int:
 
 
 class Prefix(NamedTuple):
-    """The first `tokens` tokens of a request. pages: [>= ceil(tokens / 16)] int32 where the device reads it."""
+    """The first `tokens` tokens of a request. pages: [>= ceil(tokens / 16)] int32, readable by the device."""
 
     pages: torch.Tensor
     tokens: int
@@ -57,10 +57,10 @@ class PrefixStream:
         ]
 
     def pieces(self, layer: int, prefixes: Sequence[Prefix]) -> Iterator[tuple[int, bool, torch.Tensor, torch.Tensor]]:
-        """The prefixes, in order: the number of one, whether this is its last piece, and K and V [n, H, D] of the next
-        of its tokens, which may be read on the main stream until the next piece is asked for.
+        """Iterate over the pieces of the prefixes in order: the prefix's index, whether this is its last piece, and K
+        and V [n, H, D] of the piece. These may be read on the main stream until the next piece is requested.
 
-        The first are on their way when this returns. Page lists are read as long as the pass lasts.
+        The first copies are launched before this returns. Page lists are read until the pass ends.
         """
         pieces = []
         for index, prefix in enumerate(prefixes):
@@ -75,7 +75,7 @@ class PrefixStream:
         k, v = self._stages[i % STAGES]
         rows = (stop - first) * PAGE
         pages = prefixes[index].pages[first:stop]
-        self._side.follow_main()  # whose attention to what the stage held stands before this
+        self._side.follow_main()  # wait for the main stream's attention to the stage's old contents
         self._library.gather(self._side.handle, self._pool.tiles(layer), pages, k[:rows], v[:rows])
         return self._side.mark()
 
@@ -84,7 +84,7 @@ class PrefixStream:
     ) -> Iterator[tuple[int, bool, torch.Tensor, torch.Tensor]]:
         for i, (index, first, stop) in enumerate(pieces):
             self._side.main_waits(marks[i])
-            # The prefix may end inside a page whose later slots hold nothing of this request.
+            # The prefix may end inside a page, whose later slots are undefined.
             tokens = prefixes[index].tokens
             rows = min(stop * PAGE, tokens) - first * PAGE
             k, v = self._stages[i % STAGES]
@@ -98,8 +98,8 @@ class ExtendAttention:
 
     Args:
         pool: pinned.
-        scale: of every layer.
-        flash: FlashInfer attends (`flashinfer.serves`); otherwise torch does.
+        scale: multiplies q.k in every layer.
+        flash: use FlashInfer (`flashinfer.serves`); otherwise torch.
     """
 
     def __init__(
@@ -130,11 +130,11 @@ class ExtendAttention:
         self._prefixed: list[tuple[slice, Prefix]] = []
 
     def begin(self, requests: Sequence[ExtendRequest], pages: Sequence[torch.Tensor]) -> None:
-        """A pass.
+        """Begin a pass.
 
         Args:
             requests: in the order of their tokens.
-            pages: those of every request, int32 where the device reads them, as long as the pass lasts.
+            pages: of every request, int32, readable by the device until the pass ends.
         """
         there = [pair for pair in zip(requests, pages, strict=True) if pair[0].stop > pair[0].start]
         self._tokens = [request.tokens for request, _ in there]
@@ -149,18 +149,18 @@ class ExtendAttention:
             q: [T, Hq, D]. k, v: [T, H, D]; tokens of all requests.
 
         Returns:
-            [T, Hq, D] in q's dtype; tokens that no request has hold anything.
+            [T, Hq, D] in q's dtype; undefined for tokens of no request.
         """
         out = torch.empty_like(q)
         if not self._tokens:
             return out
         pieces = self._prefix.pieces(layer, [prefix for _, prefix in self._prefixed])
         lse = self._of_chunks(q, k, v, out)
-        between: torch.Tensor | None = None  # the pieces of one prefix
+        between: torch.Tensor | None = None  # accumulates the pieces of one prefix
         for index, last, piece_k, piece_v in pieces:
             tokens = self._prefixed[index][0]
             own = out[tokens] if between is None else between
-            # In float32 up to the last: a long prefix is merged many times.
+            # Keep float32 until the last piece, because a long prefix is merged many times.
             to = out[tokens] if last else own
             if not last and own.dtype != torch.float32:
                 to = torch.empty_like(own, dtype=torch.float32)
@@ -171,7 +171,7 @@ class ExtendAttention:
         return out
 
     def _of_chunks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Attention of the chunks to themselves, into `out`; the LSE [T, Hq]."""
+        """Attention of the chunks to themselves, into `out`; returns the LSE [T, Hq]."""
         if self.chunks is not None:
             return self.chunks.run(q, k, v, out)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)

@@ -1,7 +1,7 @@
-"""FlashInfer's door: attention to what is resident, and to a chunk and its prefix. Nothing else imports FlashInfer.
+"""The only module that uses FlashInfer: attention to residents, and to a chunk and its prefix.
 
-FlashInfer's LSE is of base 2 (m + log2(d)), where the rest of the project has the natural one. It goes straight into
-`take` and `merge`, which are told its base.
+FlashInfer's LSE has base 2 (m + log2(d)); the rest of the project uses the natural one. `take` and `merge` take it with
+a flag for its base.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fluxion_sglang.kv.placement import PAGE, Placement
 
 logger = logging.getLogger(__name__)
 
-# By name, because "auto" takes fa3 on Hopper for prefill: other kernels than SGLang asks for, compiled for this alone.
+# A fixed backend: "auto" uses fa3 on Hopper for prefill, whose kernels SGLang does not use and would be compiled extra.
 _BACKEND = "fa2"
-# What decode kernels without tensor cores are compiled for; the others go through those of prefill.
+# Group sizes of the decode kernels without tensor cores; other sizes use the prefill kernels.
 _CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)
 _HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 << 20
 _WARM_TOKENS = (1, 8, 320)
-"""Small, middle and large tiles of queries; residents of one page, and of so many that their list is divided."""
+"""They cover small, middle and large tiles of queries; residents of one page, and lists that are split."""
 
 
 @cache
@@ -40,12 +40,12 @@ def module() -> Any:
     """
     try:
         return importlib.import_module("flashinfer")
-    except Exception as error:  # whatever a half-installed CUDA package raises
+    except Exception as error:  # a broken CUDA package may raise any exception
         raise DeviceError(_missing(str(error) or type(error).__name__)) from error
 
 
 def check_installed() -> None:
-    """Without importing it. Raises DeviceError."""
+    """Check the installation without importing FlashInfer. Raises DeviceError."""
     if importlib.util.find_spec("flashinfer") is None:
         raise DeviceError(_missing("it is not installed"))
 
@@ -58,19 +58,19 @@ def _missing(why: str) -> str:
 
 
 def serves(backend: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether FlashInfer has kernels for such tensors on the device of a library's backend."""
+    """Whether FlashInfer has kernels for such tensors on the device of this backend."""
     return backend == "cuda" and dtype == torch.bfloat16 and head_dim in _HEAD_DIMS
 
 
 @cache
 def _workspace(device: torch.device) -> torch.Tensor:
-    """What kernels use between their parts: one for all, as they run in the order of one stream."""
-    # FlashInfer wants it zeroed before its first use.
+    """The kernels' workspace, shared by all calls because they run in order on one stream."""
+    # FlashInfer requires zeros before the first use.
     return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of T queries to S keys on the device, every one of them.
+    """Full attention of T queries to S keys on the device.
 
     Args:
         q: [T, Hq, D]. k, v: [S, H, D].
@@ -88,7 +88,7 @@ class Chunks:
     """Causal attention of the chunks of an extend pass to themselves: planned once a pass, run once a layer.
 
     Args:
-        scale: of every layer.
+        scale: multiplies q.k in every layer.
     """
 
     def __init__(
@@ -100,16 +100,16 @@ class Chunks:
         self._tokens = 0
 
     def plan(self, chunks: Sequence[slice]) -> None:
-        """A new pass: its chunks' tokens, ascending, none empty; one at least.
+        """Plan a pass: its chunks' tokens, ascending, none empty; one at least.
 
-        The plan is copied from one pinned buffer: the pass before must be done on the device.
+        The plan is copied from one pinned buffer, so the previous pass must be done on the device.
         """
         bounds = [0]
         for chunk in chunks:
-            # What lies between two is as good as a chunk, and read by nobody.
+            # A gap between chunks is planned as a chunk; its result is not used.
             bounds += [bound for bound in (chunk.start, chunk.stop) if bound > bounds[-1]]
         self._tokens = bounds[-1]
-        # On the CPU: a list on the device would be fetched, which waits for everything before it.
+        # On the CPU: FlashInfer would copy a device list back, which waits for all earlier work.
         indptr = torch.tensor(bounds, dtype=torch.int32)
         self._wrapper.plan(
             indptr,
@@ -124,7 +124,7 @@ class Chunks:
         )
 
     def empty(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [T, Hq, D] and k [T, H, D] of so many tokens, filled with zeros."""
+        """q [T, Hq, D] and k [T, H, D] of `tokens` tokens, filled with zeros."""
         q, k = (
             torch.zeros(tokens, heads, self._head_dim, dtype=self._dtype, device=self._device)
             for heads in (self._q_heads, self._kv_heads)
@@ -132,10 +132,10 @@ class Chunks:
         return q, k
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """One layer of the pass.
+        """Run one layer of the pass.
 
         Args:
-            q, out: [T, Hq, D]. k, v: [T, H, D]. Written: `out` of the chunks.
+            q, out: [T, Hq, D]. k, v: [T, H, D]. `out` is written for the chunks' tokens.
 
         Returns:
             lse [up to T, Hq] float32 of base 2.
@@ -154,19 +154,19 @@ def resident_lists(
     window_rows: int,
     divided: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The resident pages of every (request, KV head), as lists of FlashInfer.
+    """The resident pages of every (request, KV head) as FlashInfer page lists.
 
-    Only the last page of a list may be partial. So the lists are in the order of positions, whatever the ring's; the
-    sinks are whole before there is a window, and a window begins on a page.
+    FlashInfer allows only the last page of a list to be partial. The lists are therefore in order of position, not of
+    the ring. Sinks are complete before the window has tokens, and a window begins on a page.
 
     Args:
         rows, lengths: [B] int64 on the CPU, this step's token included.
-        window_rows: rows that the windows have.
-        divided: lists of the sinks alone, then lists of the windows alone, which may be empty: twice as many.
+        window_rows: number of rows of the windows.
+        divided: lists of the sinks alone, followed by lists of the windows alone, which may be empty.
 
     Returns:
         indptr [N + 1], indices [indptr[-1]] and last_page_len [N], int32 on the CPU, with N = B * H, or twice that.
-        Indices count the pages of a layer's windows [H, window_rows * slot pages, ...] from the first head's first.
+        Indices count the pages of a layer's windows [H, window_rows * slot pages, ...] from the first page of head 0.
     """
     heads = torch.arange(kv_heads)
     starts = torch.tensor([placement.window_start(int(n)) for n in lengths], dtype=torch.int64) // PAGE
@@ -196,10 +196,10 @@ def resident_lists(
 class Residents:
     """Attention to the sinks and windows of a decode step: planned once a step, run once a layer.
 
-    A (request, KV head) is a request of FlashInfer's with one KV head, because windows are stored by KV head.
+    Each (request, KV head) is a FlashInfer request with one KV head, because windows are stored by KV head.
 
     Args:
-        window_rows: rows that the windows have. scale: of most layers; another one costs nothing.
+        window_rows: number of rows of the windows. scale: default of the layers; `run` may use another at no cost.
     """
 
     def __init__(
@@ -222,14 +222,14 @@ class Residents:
         )
 
     def plan(self, rows: torch.Tensor, lengths: torch.Tensor, divided: bool = False) -> None:
-        """A new step: rows, lengths [B] int64 on the CPU, this step's token included; B at least 1.
+        """Plan a step: rows, lengths [B] int64 on the CPU, this step's token included; B at least 1.
 
         divided: `run_divided` runs it, not `run`.
 
-        The plan is copied from one pinned buffer: the step before must have begun its layers on the device.
+        The plan is copied from one pinned buffer, so the previous step must have begun its layers on the device.
         """
         lists = resident_lists(self._placement, rows, lengths, self._kv_heads, self._window_rows, divided)
-        # On the CPU: a list on the device would be fetched, which waits for everything before it.
+        # On the CPU: FlashInfer would copy a device list back, which waits for all earlier work.
         self._wrapper.plan(
             *lists,
             num_qo_heads=self._group,
@@ -242,10 +242,10 @@ class Residents:
         )
 
     def run(self, q: torch.Tensor, windows: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer of the step.
+        """Run one layer of the step.
 
         Args:
-            q: [B, Hq, D], contiguous. windows: [H, rows * slot pages, 2, 16, D], this step's tokens in it.
+            q: [B, Hq, D], contiguous. windows: [H, rows * slot pages, 2, 16, D], including this step's tokens.
 
         Returns:
             o [B, Hq, D] in q's dtype, lse [B, Hq] float32 of base 2.
@@ -253,14 +253,14 @@ class Residents:
         return self._run(q, windows, scale)
 
     def run_divided(self, q: torch.Tensor, windows: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer of a step whose policies see what sinks and window say, each for itself.
+        """Run one layer of a step whose policies need attention to the sinks and to the window separately.
 
         Args:
-            as of `run`.
+            as for `run`.
 
         Returns:
-            o [2, B, Hq, D], of the sinks and of the windows, and lse [2, B, Hq], as those of `run`. Of nothing o is 0
-            and lse -inf; with FlashInfer before 0.7 about -50,000. `observe` takes either.
+            o [2, B, Hq, D], of the sinks and of the windows, and lse [2, B, Hq], as for `run`. For an empty list o is 0
+            and lse -inf; FlashInfer before 0.7 gives about -50,000. `observe` accepts either.
         """
         o, lse = self._run(torch.cat([q, q]), windows, scale)
         return o.view(2, *q.shape), lse.view(2, *q.shape[:2])
@@ -280,13 +280,13 @@ class Residents:
 def warm_up(
     chunks: Chunks, residents: Residents | None, windows: torch.Tensor, scale: float, settle: Callable[[], None]
 ) -> None:
-    """Run what passes will run, on nothing of meaning, in sizes for which other kernels of a module are taken.
+    """Run all kernels of the passes on dummy data, in sizes that select different kernels of a module.
 
-    FlashInfer compiles a module when it is first needed, which takes minutes, and the device loads a kernel when it is
-    first launched. A pass can bear neither.
+    FlashInfer compiles a module on first use, which takes minutes, and the device loads a kernel on its first launch.
+    Neither may happen during a pass.
 
     Args:
-        windows: as `Residents.run` takes them, filled with anything. settle: waits for the device.
+        windows: as for `Residents.run`, with any contents. settle: waits for the device.
     """
     start = time.monotonic()
     logger.info("Fluxion: FlashInfer loads its kernels; the first time on a machine it compiles them, for minutes")
@@ -300,5 +300,5 @@ def warm_up(
                 residents.plan(torch.zeros(1, dtype=torch.int64), torch.tensor([tokens]), divided)
                 run(q[:1], windows, scale)
                 settle()
-        settle()  # a plan is copied from one buffer
+        settle()  # all plans share one buffer
     logger.info("Fluxion: FlashInfer is ready after %.0f s", time.monotonic() - start)

@@ -1,11 +1,11 @@
 """The device library: kernels and their launches on a GPU, or on the simulated device that runs the same sources.
 
-`load("cuda")` is for tensors on a CUDA device; `load("sim")` needs no GPU: there a "device tensor" is a CPU tensor,
-streams are threads, and the default stream (0) works in the calling thread, so that what a call wrote is there when it
-returns. Streams are integers (`cudaStream_t`; torch's `stream.cuda_stream`).
+`load("cuda")` is for tensors on a CUDA device. `load("sim")` needs no GPU: a "device tensor" is a CPU tensor, and
+streams are threads. Its default stream (0) works in the calling thread, so results are complete when a call returns.
+Streams are integers (`cudaStream_t`; torch's `stream.cuda_stream`).
 
-*Pinned* tensors are CPU tensors that a device reads at their own address: from `pinned_empty`, or registered with
-`host_register`. Everything asynchronous reads its tensors in the order of its stream: they must live until then.
+*Pinned* tensors are CPU tensors that a device reads in place: from `pinned_empty`, or registered with `host_register`.
+Asynchronous calls read their tensors in stream order; the caller must keep them alive until then.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import tvm_ffi
 from fluxion_sglang.native import check_complete, library_path
 
 ABI_VERSION = 6
-"""What `device_abi` of a library that fits this file returns."""
+"""The required result of the library's `device_abi`."""
 
 Backend = Literal["cuda", "sim"]
 
 _FILES: dict[Backend, str] = {"cuda": "libfluxion_cuda.so", "sim": "libfluxion_sim.so"}
 _ELEMENT = {torch.bfloat16: 2, torch.float32: 4}
 
-# These return at once and never wait for another thread. All others may: a launch does when the device's queue is
-# full, and what it waits for may need Python.
+# Functions that return at once and never wait for another thread. All others release the GIL: a launch waits when the
+# device's queue is full, and the work before it may need Python.
 _PROMPT = frozenset({"device_abi", "near_bytes", "inject"})
 
 
@@ -41,7 +41,7 @@ class DeviceError(RuntimeError):
 
 
 def device_library_path(backend: Backend) -> Path:
-    """Where a device library is: in the folder FLUXION_DEVICE_LIBRARIES, which tests set, or beside libfluxion.so."""
+    """The path of a device library: in the folder FLUXION_DEVICE_LIBRARIES (for tests), or beside libfluxion.so."""
     folder = os.environ.get("FLUXION_DEVICE_LIBRARIES")
     if folder and (built := Path(folder) / _FILES[backend]).exists():
         return built
@@ -53,19 +53,19 @@ class Port:
 
     def __init__(self, handle: Any, arena: torch.Tensor) -> None:
         self.handle = handle
-        self._arena = arena  # the device reads and writes it as long as the port lives
+        self._arena = arena  # keeps it alive: the device reads and writes it while the port lives
 
 
 class DeviceLibrary:
     """The functions of one device library. Use `load`.
 
-    Every function raises ValueError for tensors that do not fit, and DeviceError where the device's runtime fails.
+    Every function raises ValueError for tensors that do not fit, and DeviceError if the device's runtime fails.
     D is head_dim, a multiple of 16 from 32 to 256; Hq = G * Hk query heads, G from 1 to 16; KV dtype is bfloat16 or
     float32.
 
     Attributes:
         backend: "cuda" or "sim".
-        device: where torch has this library's tensors: "cuda" or "cpu".
+        device: torch's device of this library's tensors: "cuda" or "cpu".
     """
 
     def __init__(self, backend: Backend, module: tvm_ffi.Module) -> None:
@@ -73,7 +73,7 @@ class DeviceLibrary:
         self.device = "cuda" if backend == "cuda" else "cpu"
         self._module = module
         self._functions: dict[str, Callable[..., Any]] = {}
-        # Bound once: these run in every layer.
+        # Bind once the functions that run in every layer.
         self._publish = self._function("publish")
         self._resident = self._function("resident")
         self._observe = self._function("observe")
@@ -91,11 +91,11 @@ class DeviceLibrary:
         return bound
 
     def select(self, device: int) -> None:
-        """Use the device of this number (torch's index), in every thread; before anything else. The default is 0."""
+        """Use the device of this number (torch's index) in every thread; call it first. The default is 0."""
         self._function("device_select")(device)
 
     def info(self) -> dict[str, Any]:
-        """What the device is.
+        """Describe the device.
 
         Returns:
             backend ("cuda", "simulated"), device (its number), name, multiprocessors, capability ("9.0"),
@@ -110,7 +110,7 @@ class DeviceLibrary:
     # --- host memory ---
 
     def host_register(self, memory: torch.Tensor) -> None:
-        """Pin memory that exists: uint8, its address and size multiples of 4096."""
+        """Pin existing memory: uint8, its address and size multiples of 4096."""
         self._function("host_register")(memory)
 
     def host_unregister(self, memory: torch.Tensor) -> None:
@@ -137,11 +137,11 @@ class DeviceLibrary:
         window: int,
         timeout_s: float,
     ) -> Port:
-        """The device side of the mailbox in `arena`, pinned uint8 of the shape's bytes; sequence 0, words as they are.
+        """Create the device side of the mailbox in `arena`, pinned uint8 of its size. Sequence 0; words unchanged.
 
         Args:
             sinks, window: tokens, as in kv/placement.py.
-            timeout_s: how long `take` waits for an answer before it gives the mailbox up.
+            timeout_s: time after which `take` gives up the mailbox.
         """
         handle = self._function("port_create")(
             arena,
@@ -157,15 +157,15 @@ class DeviceLibrary:
         return Port(handle, arena)
 
     def port_reset(self, port: Port, stream: int) -> None:
-        """Sequence 0 and every word of the arena 0, in stream order. Nobody may use the mailbox meanwhile."""
+        """Reset sequence and all words of the arena to 0, in stream order. No thread may use the mailbox meanwhile."""
         self._function("port_reset")(port.handle, stream)
 
     def port_step(self, port: Port, stream: int, rows: torch.Tensor, lengths: torch.Tensor) -> None:
-        """A step's requests, before its first `publish` and before every replay of a graph that has one.
+        """Set a step's requests, before its first `publish` and before every replay of a graph that contains one.
 
         Args:
-            rows, lengths: [B] int32 CPU, B up to max_requests, 0 included: rows of the windows, and tokens of each
-                request with the one this step adds. Copied before the call returns; effective in stream order.
+            rows, lengths: [B] int32 CPU, B from 0 to max_requests: rows of the windows, and tokens of each request with
+                this step's. Copied before the call returns; effective in stream order.
         """
         self._function("port_step")(port.handle, stream, rows, lengths)
 
@@ -179,11 +179,11 @@ class DeviceLibrary:
         v: torch.Tensor,
         windows: torch.Tensor,
     ) -> None:
-        """Give the CPU a layer: the token into the windows; q, k, v and the layer into the slot of a new sequence.
+        """Publish a layer to the CPU: the token to the windows, and q, k, v and the layer to a new sequence's slot.
 
         Args:
-            q, k, v: [N, Hq, D], [N, Hk, D], [N, Hk, D] on the device, KV dtype, dense in D and heads: N at least the
-                requests of the step; the rows behind them are padding and go nowhere.
+            q, k, v: [N, Hq, D], [N, Hk, D], [N, Hk, D] on the device, KV dtype, dense in D and heads. N is at least the
+                step's number of requests; further rows are padding and are ignored.
             windows: the layer's, on the device (kv/windows.py).
         """
         self._publish(port.handle, stream, layer, q, k, v, windows)
@@ -204,7 +204,7 @@ class DeviceLibrary:
         Args:
             q: [N, Hq, D], as in `publish`.
             o, lse: written: [N, Hq, D] and [N, Hq] float32 on the device, natural log; 0 and -inf for padding.
-            want_parts: also write the slot's parts (csrc/kernels/feature_index.h, Part) and say that they are there.
+            want_parts: also write the slot's parts (csrc/kernels/feature_index.h, Part) and signal them.
         """
         self._resident(port.handle, stream, q, windows, scale, o, lse, want_parts)
 
@@ -220,11 +220,10 @@ class DeviceLibrary:
         o: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """What `resident` with `want_parts` does, from the attention to the sinks and to the window of another kernel.
+        """Do the work of `resident` with `want_parts`, from another kernel's attention to the sinks and the window.
 
         Args:
-            o_sink, o_local: [N, Hq, D] KV dtype or float32; lse_sink, lse_local: [N, Hq] float32, in base 2 if
-                `base2`.
+            o_sink, o_local: [N, Hq, D] KV dtype or float32; lse_sink, lse_local: [N, Hq] float32, in base 2 if `base2`.
             o, lse: written: both merged, [N, Hq, D] and [N, Hq] float32, natural log.
         """
         self._observe(port.handle, stream, o_sink, lse_sink, o_local, lse_local, base2, o, lse)
@@ -232,16 +231,15 @@ class DeviceLibrary:
     def take(self, port: Port, stream: int, o: torch.Tensor, lse: torch.Tensor, base2: bool, out: torch.Tensor) -> None:
         """Wait for the CPU's answer to the last `publish` and merge it with `o`, `lse`.
 
-        A time-out or a cancelled mailbox ends the wait, and every wait until `port_reset`: then `out` is `o`.
+        A time-out or a cancelled mailbox ends this wait and all waits until `port_reset`; then `out` is `o`.
 
         Args:
-            o: [N, Hq, D] KV dtype or float32; lse: [N, Hq] float32, in base 2 if `base2`. Rows behind the step's
-                requests are copied as they are.
+            o: [N, Hq, D] KV dtype or float32; lse: [N, Hq] float32, in base 2 if `base2`. Padding is copied as is.
             out: written: [N, Hq, D] KV dtype.
         """
         self._take(port.handle, stream, o, lse, base2, out)
 
-    # --- the near middle (csrc/cuda/near.h; `device/near.py` says what is called when) ---
+    # --- the near middle (csrc/cuda/near.h; `device/near.py` defines the order of the calls) ---
 
     def near_create(
         self,
@@ -256,19 +254,19 @@ class DeviceLibrary:
         together: bool,
         spread: float,
     ) -> Any:
-        """The near middle of a port and a host pool of `layers` layers and `pages` pages; knows of no tile yet.
+        """Create the near middle of a port and a host pool (`layers` layers, `pages` pages), without copies of tiles.
 
         Args:
             lists: pinned uint8 of csrc/device/far_lists.h. told: pinned int32 [8].
-            max_pages: of a request. slots: copies of tiles, a KV head. together: heads of a group read one another's
-                choice. spread: how blocks are scored.
+            max_pages: of a request. slots: copies of tiles per KV head. together: heads of a group read the union of
+                their selections. spread: see `NativePool`.
         """
         return self._function("near_create")(
             port.handle, lists, told, layers, pages, max_pages, slots, together, spread
         )
 
     def near_bytes(self, near: Any) -> int:
-        """Device memory that it takes."""
+        """Device memory of the near middle."""
         return int(self._function("near_bytes")(near))
 
     def near_step(
@@ -282,27 +280,27 @@ class DeviceLibrary:
         blk: torch.Tensor,
         budget: torch.Tensor,
     ) -> None:
-        """The requests of the last `port_step`, copied before the call returns.
+        """Set the requests of the last `port_step`; copied before the call returns.
 
         Args:
-            ranks: the device chooses; otherwise blk and budget count nothing, and every list is empty.
+            ranks: the device selects; otherwise blk and budget are ignored, and every list is empty.
             lengths: [B] int32. table: [B, M] int32. blk: [B] int32, tokens of a block; 0: nothing is read. budget: [B]
                 float32, of every head. All on the CPU.
         """
         self._function("near_step")(near, port.handle, stream, ranks, lengths, table, blk, budget)
 
     def near_rank(self, near: Any, port: Port, stream: int, layer: int, q: torch.Tensor) -> None:
-        """Score, choose, list. q: [N, Hq, D] as in `publish`, which comes next."""
+        """Score the blocks, select, and write the lists. q: [N, Hq, D] as in `publish`, which follows."""
         self._near_rank(near, port.handle, stream, layer, q)
 
     def near_attend(self, near: Any, port: Port, stream: int, scale: float, o: torch.Tensor, lse: torch.Tensor) -> None:
-        """Attention to the chosen tiles that have copies, merged into o and lse as `resident` wrote them."""
+        """Attention to the selected tiles that have copies, merged into o and lse as `resident` wrote them."""
         self._near_attend(near, port.handle, stream, scale, o, lse)
 
     def near_keep(
         self, near: Any, port: Port, stream: int, layer: int, windows: torch.Tensor, tiles: torch.Tensor
     ) -> None:
-        """Pages that the step's tokens fill, from the windows, and some of what was far, from the pool."""
+        """Copy the pages that the step's tokens fill from the windows, and some far tiles from the pool."""
         self._near_keep(near, port.handle, stream, layer, windows, tiles)
 
     def near_write(
@@ -315,13 +313,13 @@ class DeviceLibrary:
         entries: torch.Tensor,
         chunk: torch.Tensor,
     ) -> None:
-        """The full pages of a chunk, behind its `write_pages`, whose arguments these are."""
+        """Copy the full pages of a chunk, after its `write_pages`, with the same arguments."""
         self._function("near_write")(near, port.handle, stream, layer, tiles, entries, chunk)
 
     def near_renew(
         self, near: Any, port: Port, stream: int, layer: int, tiles: torch.Tensor, entries: torch.Tensor
     ) -> None:
-        """All metadata of a layer from the pool, which nobody writes meanwhile; with layer 0, copies of nothing."""
+        """Read all metadata of a layer from the pool; nothing may write it meanwhile. Layer 0 drops all copies."""
         self._function("near_renew")(near, port.handle, stream, layer, tiles, entries)
 
     # --- prefill ---
@@ -340,13 +338,13 @@ class DeviceLibrary:
         sinks: int,
         window: int,
     ) -> None:
-        """Every resident position of a request of `stop` tokens into its row of the windows.
+        """Write all resident positions of a request of `stop` tokens to its row of the windows.
 
         Args:
-            tiles: the layer's host pool [Hk, P, 2, 16, D], pinned: has the positions before `start`.
+            tiles: the layer's host pool [Hk, P, 2, 16, D], pinned, with the positions before `start`.
             windows: the layer's, on the device.
-            pages: int32 [ceil(stop / 16)] or longer, on the device or pinned: physical page of every logical page;
-                those of resident positions before `start` are read.
+            pages: int32 [ceil(stop / 16)] or longer, on the device or pinned: physical page of every logical page. Only
+                pages of resident positions before `start` are read.
             k, v: [stop - start, Hk, D] on the device, dense in D: the positions from `start`.
         """
         self._function("fill_window")(stream, tiles, windows, row, start, stop, pages, k, v, sinks, window)
@@ -370,15 +368,15 @@ class DeviceLibrary:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> None:
-        """New tokens into the host pool, and of every page that they fill what it says of itself: minimum and maximum
-        of its keys, and the page's own moments. Bit-identical to the host's (`HostPool::describe_page`); the page's
-        sketch is the host's to make (`NativePool.adopt`).
+        """Write new tokens to the host pool, and of every page that they fill the minimum and maximum of its keys and
+        the page's own moments. Bit-identical to the host's (`HostPool::describe_page`). The host makes the page's
+        sketch (`NativePool.adopt`).
 
         Args:
-            tiles: the layer's [Hk, P, 2, 16, D], entries: [Hk, P, 2, D], moments: float64 [Hk, P, 2 D + 8]; pinned. A
-                page that is filled has its earlier tokens in its tile.
-            chunk: [n, 4] int32, on the device or pinned: pages, each once, as (page, first, stop, token): its tokens
-                [first, stop) are those from number `token` of k and v. Not checked (`HostPool.check`).
+            tiles: the layer's [Hk, P, 2, 16, D], entries: [Hk, P, 2, D], moments: float64 [Hk, P, 2 D + 8]; pinned. The
+                tile of a page that is filled holds its earlier tokens.
+            chunk: [n, 4] int32, on the device or pinned: distinct pages as (page, first, stop, token): the page's
+                tokens [first, stop) are those from number `token` of k and v. Not checked (`HostPool.check`).
             k, v: [T, Hk, D] on the device, dense in D.
         """
         self._function("write_pages")(stream, tiles, entries, moments, chunk, k, v)
@@ -394,11 +392,10 @@ class DeviceLibrary:
         o: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Attention to two disjoint sets of tokens as attention to both, in float32; of nothing 0 and -inf.
+        """Merge attention to two disjoint sets of tokens, in float32; 0 and -inf for two empty sets.
 
         Args:
-            o_a, o_b: [N, Hq, D] bfloat16 or float32; o_a and o are float32 where o_b is. A side whose LSE is -inf is
-                not read.
+            o_a, o_b: [N, Hq, D] bfloat16 or float32; o_a and o are float32 if o_b is. A side with LSE -inf is not read.
             lse_a, lse_b: [N, Hq] float32, in base 2 if `base2`, otherwise natural.
             o: written: [N, Hq, D] bfloat16 or float32; may be o_a.
             lse: written: [N, Hq] float32, of the same base; may be lse_a.
@@ -408,7 +405,7 @@ class DeviceLibrary:
     # --- measurements, streams and graphs ---
 
     def copy_in_order(self, stream: int, source: torch.Tensor, to: torch.Tensor) -> None:
-        """to = source by a plain kernel, which reads 16 bytes a thread in their order: what the link gives to kernels.
+        """Copy source to `to` by a kernel that reads 16 bytes a thread in order, to measure the link's bandwidth.
 
         Args:
             source: uint8 [n], pinned, n a multiple of 16. to: uint8 [n] on the device.
@@ -416,11 +413,11 @@ class DeviceLibrary:
         self._function("copy_in_order")(stream, source, to)
 
     def stream_create(self) -> int:
-        """A stream that waits for no other."""
+        """Create a stream that does not wait for any other."""
         return int(self._function("stream_create")())
 
     def stream_destroy(self, stream: int) -> None:
-        """What was launched on it is finished first."""
+        """Finish the stream's work, then destroy it."""
         self._function("stream_destroy")(stream)
 
     def stream_synchronize(self, stream: int) -> None:
@@ -428,11 +425,11 @@ class DeviceLibrary:
         self._function("stream_synchronize")(stream)
 
     def graph_begin(self, stream: int) -> None:
-        """Record what is launched on the stream from here on, instead of running it; not on stream 0."""
+        """Record launches on the stream from here on instead of running them; not on stream 0."""
         self._function("graph_begin")(stream)
 
     def graph_end(self, stream: int) -> Any:
-        """End the recording: a graph for `graph_launch`. What it works on must outlive it."""
+        """End the recording and return a graph for `graph_launch`. Its tensors must outlive it."""
         return self._function("graph_end")(stream)
 
     def graph_launch(self, graph: Any, stream: int) -> None:
@@ -440,12 +437,12 @@ class DeviceLibrary:
         self._function("graph_launch")(graph, stream)
 
     def inject(self, kind: str, after: int) -> None:
-        """Simulated device only: let calls fail, for tests of what follows.
+        """Simulated device only: inject failures, for tests.
 
         Args:
-            kind: "memory": the `after`-th allocation from now has no memory; "launch": the `after`-th launch is
-                refused; "lost": the device is lost before it runs the `after`-th kernel: nothing runs any more and
-                every call fails; "none": a working device again, with everything it has.
+            kind: "memory": the `after`-th allocation from now fails; "launch": the `after`-th launch is refused;
+                "lost": the device is lost before the `after`-th kernel, nothing runs any more and every call fails;
+                "none": restores a working device with its contents.
             after: 1 is the next one.
         """
         self._function("inject")(kind, after)
@@ -459,10 +456,10 @@ class DeviceLibrary:
 
 @cache
 def load(backend: Backend) -> DeviceLibrary:
-    """A device library; looks for no device yet (`DeviceLibrary.info` does).
+    """Load a device library. It does not look for a device (`DeviceLibrary.info` does).
 
     Raises:
-        DeviceError: missing, unloadable, or of another version of this package.
+        DeviceError: the library is missing, cannot be loaded, or belongs to another version of this package.
     """
     path = device_library_path(backend)
     if not path.is_file():

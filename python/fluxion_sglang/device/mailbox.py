@@ -1,6 +1,6 @@
-"""The host's side of the mailbox: where a device and the CPU hand a decode layer's work to and fro.
+"""The host's side of the mailbox, through which a device and the CPU exchange the work of decode layers.
 
-What lies where, and who may write it when, is in `csrc/device/layout.h`; the moves are in `csrc/device/protocol.h`.
+`csrc/device/layout.h` defines the layout and the writer of each word, `csrc/device/protocol.h` the protocol.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Word(IntEnum):
-    """The words of a mailbox; the values are the native library's."""
+    """The words of a mailbox, with the native library's values."""
 
     PUBLISHED = 0
     OBSERVED = 1
@@ -30,19 +30,19 @@ class Word(IntEnum):
 
 
 TIMES = 1024
-"""Layers whose times a mailbox keeps for whoever asks."""
+"""Number of layers whose times a mailbox keeps."""
 
 
 class MailboxError(RuntimeError):
-    """The device did not say what it was waited for; nothing more will come until a reset."""
+    """The device did not signal in time, gave up or was cancelled; it stays silent until a reset."""
 
 
 @dataclass(frozen=True)
 class MailboxShape:
-    """What a mailbox has room for.
+    """Capacities of a mailbox.
 
     Attributes:
-        max_requests: of a step. q_heads, kv_heads: of this process. head_dim: numbers of a key.
+        max_requests: of a step. q_heads, kv_heads: of this process. head_dim: elements of a key.
         dtype: of q, k and v: torch.bfloat16 or torch.float32.
     """
 
@@ -54,15 +54,15 @@ class MailboxShape:
 
 
 class Slot(NamedTuple):
-    """A layer's data, for a step of B requests; views of the arena.
+    """A layer's data for a step of B requests; views of the arena.
 
     Attributes:
         q: [B, Hq, D]. k, v: [B, H, D]. All KV dtype.
         parts: [B, Hq, 5] float32, attention to the residents (`predictor/features.py`, PARTS).
-        o: [B, Hq, D] float32, lse: [B, Hq] float32, natural log: the middle's; o is read where lse is not -inf.
+        o: [B, Hq, D] float32, lse: [B, Hq] float32, natural log: of the middle; o is read where lse is not -inf.
         layer: [1] int32.
-        published_at: [1], taken_at: [2] int64, nanoseconds of the device's clock: q, k, v were out; the device began to
-            wait for the answer, and had it (0: not yet).
+        published_at: [1], taken_at: [2] int64, nanoseconds of the device's clock: q, k, v were published; the device
+            began to wait for the answer, and received it (0: not yet).
     """
 
     q: torch.Tensor
@@ -77,15 +77,15 @@ class Slot(NamedTuple):
 
 
 class Mailbox:
-    """Owns the arena and waits for the device. Sequence numbers are the device's: 1 for the first layer after a reset.
+    """Owns the arena and waits for the device. The device counts sequence numbers: 1 is the first layer after a reset.
 
-    Waits release the GIL, and end with an error when the device gave up, when `cancel` was called, or after a time-out.
+    Waits release the GIL. They end with an error when the device gives up, after `cancel`, or after a time-out.
 
     Attributes:
-        arena: uint8, whole pages of 4096 bytes from a page's start: for the device library.
+        arena: uint8, whole pages of 4096 bytes, page aligned, for the device library.
 
     Raises:
-        ValueError: a shape that cannot be.
+        ValueError: an invalid shape.
     """
 
     def __init__(self, shape: MailboxShape) -> None:
@@ -122,7 +122,7 @@ class Mailbox:
         return Slot(*(view(at, *what) for at, what in zip(offsets.tolist(), shapes, strict=True)))
 
     def slot(self, sequence: int, batch: int) -> Slot:
-        """The slot of a sequence number for a step of `batch` requests; the views of a batch size are made once."""
+        """The slot of a sequence number for a step of `batch` requests; views are cached by batch size."""
         key = (sequence % 2, batch)
         slot = self._views.get(key)
         if slot is None:
@@ -131,15 +131,15 @@ class Mailbox:
         return slot
 
     def wait(self, sequence: int, timeout_s: float) -> None:
-        """Until the layer of this sequence number is published: q, k, v and layer of its slot may be read.
+        """Wait until the layer of this sequence number is published. Then q, k, v and layer of its slot may be read.
 
         Raises:
-            MailboxError: it will not be, or was not in time.
+            MailboxError: the device gave up, the step was cancelled, or the time is over.
         """
         self._wait_for(Word.PUBLISHED, sequence, timeout_s)
 
     def wait_observed(self, sequence: int, timeout_s: float) -> None:
-        """Until its parts may be read, too. Raises as `wait`."""
+        """Wait until the slot's parts may be read, too. Raises as `wait`."""
         self._wait_for(Word.OBSERVED, sequence, timeout_s)
 
     def _wait_for(self, word: Word, sequence: int, timeout_s: float) -> None:
@@ -158,18 +158,18 @@ class Mailbox:
         )
 
     def late_sentence(self) -> str:
-        """Why a device that gave up did so, as one sentence."""
+        """One sentence about why the device gave up."""
         return (
             f"The device waited too long for the CPU's part of a layer (number {self.load(Word.LATE)} since the last "
             "reset) and gave up; use less of the middle, or raise FLUXION_TASK_TIMEOUT_S."
         )
 
     def answer(self, sequence: int) -> bool:
-        """o and lse of the slot are written. False: the device has given up, and may not take them."""
+        """Signal that o and lse of the slot are written. False: the device has given up and may not take them."""
         return bool(self._answer(self.handle, sequence))
 
     def fail(self, sequence: int) -> bool:
-        """The layer could not be computed: nothing for every request of it. Returns as `answer`."""
+        """Answer a layer that could not be computed with an empty result for all requests. Returns as `answer`."""
         return bool(self._fail(self.handle, sequence))
 
     def finish(self, engine: NativeEngine, sequence: int, planned_ns: int = 0) -> bool:
@@ -198,10 +198,10 @@ class Mailbox:
             plans: of layers with an even and with an odd sequence number. sequence: of the first layer.
 
         Returns:
-            How many were answered, and whether the device took the last one.
+            The number of answered layers, and whether the device took the last answer.
 
         Raises:
-            MailboxError: as `wait`; then fewer are answered. RuntimeError: a layer failed and is answered with nothing.
+            MailboxError: as for `wait`; fewer layers are answered. RuntimeError: a layer failed; its answer is empty.
         """
         even, odd = plans
         self._served.zero_()
@@ -214,14 +214,14 @@ class Mailbox:
         return answered, bool(taken)
 
     def times(self) -> torch.Tensor:
-        """[n, 8] int64: `LayerTimes` of the answered layers that the device took, since the last call.
+        """[n, 8] int64: `LayerTimes` of the answered layers that the device has taken since the last call.
 
-        The newest is among them once the next one was waited for, or after `settled`. The server's thread alone.
+        It includes the newest layer after the wait for the next one, or after `settled`. For the server's thread.
         """
         return self._times[: function("mailbox_times")(self.handle, self._times)].clone()
 
     def settled(self) -> None:
-        """The device has done all that it was given: the times of its last layer may be read."""
+        """The device has completed all its work, so the times of its last layer may be read."""
         function("mailbox_settled")(self.handle)
 
     @property
@@ -230,19 +230,19 @@ class Mailbox:
         return self.load(Word.LATE) != 0
 
     def cancel(self) -> None:
-        """End every wait of both sides; until `reset`. Any thread."""
+        """End all waits of both sides until `reset`. Any thread may call it."""
         function("mailbox_cancel")(self.handle)
 
     def reset(self) -> None:
-        """Make the mailbox new, of which neither side uses anything any more."""
+        """Reset the mailbox. Neither side may use it meanwhile."""
         function("mailbox_reset")(self.handle)
 
     def load(self, word: Word) -> int:
-        """What a word says; what its writer wrote before may be read. Any thread."""
+        """Load a word with acquire semantics: data that its writer wrote before it may be read. Any thread."""
         return int(function("mailbox_load")(self.handle, int(word)))
 
     def store(self, word: Word, value: int) -> None:
-        """For a device that is simulated in Python: what it wrote before may be read by whoever reads the word."""
+        """Store a word with release semantics, for a device that is simulated in Python."""
         function("mailbox_store")(self.handle, int(word), value)
 
 

@@ -1,4 +1,4 @@
-"""The devices by name: a CUDA GPU, and the simulated one of the tests."""
+"""Makers of the devices: CUDA GPUs, and the simulated device of the tests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _StreamMaker(DeviceMaker):
         config: FluxionConfig,
     ) -> Device:
         if len(different := sorted(set(scales))) > 1:
-            # The CPU's side is told once.
+            # The CPU's side takes one scale for all layers.
             raise ConfigError(
                 "--enable-fluxion cannot serve this model on a GPU, because its attention layers scale scores "
                 f"differently ({', '.join(f'{scale:g}' for scale in different)}); serve it with --device cpu or "
@@ -77,24 +77,24 @@ class _StreamMaker(DeviceMaker):
 
 
 class Cuda(_StreamMaker):
-    """NVIDIA GPUs. Raises DeviceError where the library is missing or does not fit, or FlashInfer is missing."""
+    """NVIDIA GPUs. Raises DeviceError if the library is missing or does not fit, or FlashInfer is missing."""
 
     def __init__(self) -> None:
         super().__init__(load("cuda"))
         flashinfer.check_installed()
 
     def beside(self) -> Beside:
-        """The thread that launches kernels, and SGLang's other processes. Workers spin from one layer's attention to
-        the next, which a GPU has in less than a millisecond."""
+        """The thread that launches kernels, and SGLang's other processes. Workers spin between the attention of two
+        layers, because a GPU computes the rest of a layer in less than a millisecond."""
         return Beside(busy=2, spin_us=1000)
 
     def select(self) -> None:
-        flashinfer.module()  # not in a launcher: the import may look at the GPU
+        flashinfer.module()  # not in the launcher process: the import may initialize the GPU
         self._library.select(torch.cuda.current_device())
 
 
 class Simulated(_StreamMaker):
-    """The CPU's tensors, served as a device's. Raises as `Cuda`."""
+    """Serves the CPU's tensors as a device's. Raises as `Cuda`."""
 
     def __init__(self) -> None:
         super().__init__(load("sim"))

@@ -1,11 +1,10 @@
-"""The near middle: a device that ranks blocks itself and attends to the tiles it has copies of (csrc/cuda/near.h).
+"""The near middle: the device selects blocks and attends to those tiles that it has copies of (csrc/cuda/near.h).
 
-The device has the metadata of the whole pool and copies of some tiles. In a decode layer it scores the blocks of every
-request, chooses, attends to what is near, and lists for the CPU what is far. It needs no answer for its choice, so the
-CPU reads what is far and nothing else: no metadata, and no tile that the device has. Every page that fills is near from
-then on, until others need its place.
+The device holds the metadata of the whole pool and copies of some tiles. In a decode layer it scores the blocks of
+every request, selects, attends to near tiles (those with copies), and lists far tiles for the CPU. The CPU therefore
+reads only far tiles and no metadata. Every page that fills is copied, until its place is needed for another tile.
 
-Whose plan depends on the layer or the residents is not ranked by the device: then the CPU does all of the middle.
+If a plan depends on the layer or the residents, the device does not select, and the CPU computes the whole middle.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from fluxion_sglang.native import NativePlan, function
 from fluxion_sglang.policy.base import Policy
 
 FAR = -2
-"""The block size of groups whose tiles the device has chosen (csrc/device/far_tiles.h)."""
+"""The block size of groups whose tiles the device has selected (csrc/device/far_tiles.h)."""
 
 MAX_PARTS = 64
-"""Into so many a list of tiles is cut at most (kMaxParts of csrc/cuda/attention.cuh)."""
+"""Largest number of parts of a list of tiles (kMaxParts of csrc/cuda/attention.cuh)."""
 
 COUNTS = ("near_tiles", "far_tiles", "near_copies")
 _COUNTERS = 8  # of 32 bits each
 
 
 def metadata_bytes(shape: KVShape, tokens: int) -> int:
-    """Device memory for the metadata of a host pool of so many tokens."""
+    """Device memory for the metadata of a host pool of `tokens` tokens."""
     return tokens // PAGE * shape.layers * shape.kv_heads * 2 * shape.head_dim * shape.dtype.itemsize
 
 
 def request_bytes(shape: KVShape, group: int, max_tokens: int, union: bool) -> int:
-    """Device memory for the lists and scores of one request of at most so many tokens; about.
+    """Approximate device memory for the lists and scores of one request of up to `max_tokens` tokens.
 
     Args:
-        group: query heads of a KV head. union: as of `Near`.
+        group: query heads per KV head. union: as for `Near`.
     """
     pages = -(-max_tokens // PAGE)
     lists = pages * (4 * group + group // 8 + 8 + (0 if union else 2 * group))
@@ -49,17 +48,17 @@ def request_bytes(shape: KVShape, group: int, max_tokens: int, union: bool) -> i
 
 
 class Near:
-    """Of one port. Everything but `stats` belongs to the thread that launches passes.
+    """The near middle of one port. All methods but `stats` belong to the thread that launches passes.
 
     Args:
         pool: pinned.
         mailbox: the port's.
         max_pages: of a request.
-        copies_gb: device memory for copies of tiles, in GiB; those of all KV heads.
-        union: what one head of a group chose, all of them read (`attend_union`).
+        copies_gb: device memory for copies of tiles of all KV heads, in GiB.
+        union: all heads of a group read the union of their selections (`attend_union`).
 
     Raises:
-        DeviceError: the device has no such memory. ValueError: copies_gb is less than a tile of every head.
+        DeviceError: the device has not enough memory. ValueError: copies_gb is less than a tile of every head.
     """
 
     def __init__(
@@ -105,16 +104,16 @@ class Near:
 
     @property
     def nbytes(self) -> int:
-        """Device memory that it takes."""
+        """Device memory of the near middle."""
         return self._library.near_bytes(self._handle)
 
     def step(
         self, stream: int, lengths: torch.Tensor, table: torch.Tensor, policies: Sequence[Policy]
     ) -> tuple[NativePlan, NativePlan] | None:
-        """A step's requests, behind its `port_step`; arguments of `DecodeEngine.begin_step`, a policy a request.
+        """Set a step's requests, after its `port_step`; arguments as in `DecodeEngine.begin_step`, a policy a request.
 
         Returns:
-            What the CPU reads of a layer with an even and with an odd sequence number; None: it reads by its policies.
+            The CPU's plans for layers with an even and with an odd sequence number; None: the CPU follows the policies.
         """
         batch = lengths.numel()
         uniform = [policy.uniform for policy in policies]
@@ -138,26 +137,26 @@ class Near:
         return plans
 
     def rank(self, stream: int, layer: int, q: torch.Tensor) -> None:
-        """Before the layer's `publish`; q [N, Hq, D] as there."""
+        """Call before the layer's `publish`; q [N, Hq, D] as there."""
         self._library.near_rank(self._handle, self._port, stream, layer, q)
 
     def attend(self, stream: int, scale: float, o: torch.Tensor, lse: torch.Tensor) -> None:
-        """After `resident`, whose o [N, Hq, D] and lse [N, Hq] have what is near merged into them."""
+        """Call after `resident`; merges the near tiles into its o [N, Hq, D] and lse [N, Hq]."""
         self._library.near_attend(self._handle, self._port, stream, scale, o, lse)
 
     def keep(self, stream: int, layer: int, windows: torch.Tensor) -> None:
-        """After `attend`, before `take`: what the step's tokens filled and some of what was far gets copies."""
+        """Call after `attend` and before `take`: copies the pages that the step's tokens fill, and some far tiles."""
         self._library.near_keep(self._handle, self._port, stream, layer, windows, self._pool.tiles(layer))
 
     def write(self, stream: int, layer: int, chunk: torch.Tensor) -> None:
-        """Behind `write_pages` of the same chunk, in its stream."""
+        """Call after `write_pages` of the same chunk, on its stream."""
         pool = self._pool
         self._library.near_write(
             self._handle, self._port, stream, layer, pool.tiles(layer), pool.page_metadata(layer), chunk
         )
 
     def renew(self, stream: int) -> None:
-        """After a pass that failed: all metadata from the host pool, and copies of nothing."""
+        """After a failed pass: reload all metadata from the host pool and drop all copies."""
         pool = self._pool
         for layer in range(pool.shape.layers):
             self._library.near_renew(

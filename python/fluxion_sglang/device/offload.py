@@ -1,5 +1,5 @@
-"""Work that begins on a device and ends on the host, beside the model: a kernel and copies to pinned memory on a stream
-of their own, then a call by a thread that waits for them. `drain` comes before anybody reads what is being written.
+"""Runs work that begins on a device and ends on the host, concurrent with the model. A side stream runs a kernel and
+copies to pinned memory; a thread waits for them and calls a function. Call `drain` before a read of its results.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from fluxion_sglang.device.streams import Streams
 
 STAGES = 4
-"""Pieces of work on their way at a time; whoever brings one more waits."""
+"""Most pieces of work in flight; `put` waits for a free stage."""
 
 
 @dataclass
 class _Stage:
-    """Pinned memory of one piece of work; grows with what is put in."""
+    """Pinned memory of one piece of work; grows on demand."""
 
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
@@ -37,7 +37,7 @@ class _Stage:
 
 
 class Offload:
-    """Work on its way to the host, done in the order in which it came.
+    """Work on its way to the host, completed in order.
 
     `put`, `drain` and `close` belong to one thread, the one that launches passes.
     """
@@ -61,13 +61,13 @@ class Offload:
         tensors: tuple[torch.Tensor, ...],
         write: Callable[..., None],
     ) -> None:
-        """Have `launch` put kernels on a stream, and `write` called when they are done.
+        """Run `launch` on a side stream, and call `write` when its kernels and copies are done.
 
-        After a failure nothing more is written until the drain that raises it.
+        After a failure nothing is written until `drain` raises it.
 
         Args:
-            launch: gets the stream, behind all that the main stream was given; called before this returns.
-            reads: what its kernels read of the main stream's; they may be dropped at once, as may `tensors`.
+            launch: gets the stream, ordered after all earlier work of the main stream; called before this returns.
+            reads: main-stream tensors that its kernels read. The caller may drop them and `tensors` at once.
             tensors: `write` gets copies of them on the host, which live until it returns.
         """
         with self._changed:
@@ -82,9 +82,9 @@ class Offload:
             mark = self._side.mark()
         except BaseException:
             try:
-                with contextlib.suppress(Exception):  # what was launched before it may still use the stage
+                with contextlib.suppress(Exception):  # launched work may still use the stage
                     self._side.host_waits(self._side.mark())
-            finally:  # after an interrupt, too: what comes next is behind the copies, on their stream
+            finally:  # also after an interrupt: later work follows the copies on their stream
                 with self._changed:
                     self._free.append(stage)
             raise
@@ -94,7 +94,7 @@ class Offload:
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Wait until everything is written. Raises what a write raised first."""
+        """Wait until everything is written. Raises the first failure of a write."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending == 0)
             failure, self._failure = self._failure, None

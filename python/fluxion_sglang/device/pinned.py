@@ -1,4 +1,4 @@
-"""Host memory that a device reads where it is."""
+"""Host memory that a device reads in place."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fluxion_sglang.device.library import DeviceLibrary
 
 
 class Pinned:
-    """Host memory that a device may read where it is, until `release` or the interpreter's end.
+    """Host memory that a device may read in place, until `release` or the interpreter's end.
 
-    Whoever has the device read it comes later, and is done earlier.
+    Exit handlers run in reverse order, so objects that use the memory must be created later; they are closed earlier.
 
     Args:
         memory: uint8, touched, its address and size multiples of 4096.

@@ -1,7 +1,7 @@
 """Answers the layers that a device publishes: the CPU's half of a decode step on a device.
 
-The thread that launches a model's kernels never waits for a layer: it gives the server every step before it launches
-the step's kernels (`begin`), and asks once, when the pass is launched, how they went (`finish`).
+The thread that launches the model's kernels never waits for a layer. It passes every step to the server before it
+launches the step's kernels (`begin`), and asks once for the outcome after the pass is launched (`finish`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fluxion_sglang.policy.base import Policy
 logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 1e-4
-"""Python's switch interval while there is a server: how long, at most, a published layer waits for a launching thread
-that computes in Python. The default is 5 ms, the time of a dozen layers."""
+"""Python's switch interval while a server exists. It bounds the time that a published layer waits for a launching
+thread that runs Python. The default is 5 ms, the time of a dozen layers."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class _Step:
 
 @dataclass(kw_only=True)
 class MailboxLayer(Layer):
-    """A layer that a device has published: its residents are the device's, the middle is answered.
+    """A layer that a device has published. The device holds its residents; the CPU answers with the middle.
 
     Attributes:
-        slot: of the mailbox; q, k, v and parts are the device's, o and lse are written. It stays as it is until the
-            next layer is answered.
-        timeout_s: how long to wait for the parts.
+        slot: of the mailbox. The device writes q, k, v and parts; o and lse are written here. Valid until the next
+            answer.
+        timeout_s: longest wait for the parts.
         taken: False: the device has given up, and may not take the answer.
     """
 
@@ -60,7 +60,7 @@ class MailboxLayer(Layer):
     planned_ns: int = 0
 
     def look(self, native: NativeEngine) -> torch.Tensor:
-        """Raises MailboxError: there will be no parts."""
+        """Append the token and wait for the parts. Raises MailboxError if they will not come."""
         native.layer_append(self.index, self.k, self.v)  # while the device attends to the residents
         self.mailbox.wait_observed(self.sequence, self.timeout_s)
         return self.slot.parts
@@ -77,20 +77,20 @@ class MailboxLayer(Layer):
 class LayerServer:
     """One thread that answers every layer of every step it is given, in order.
 
-    From `begin` to the end of `finish` the engine, its policies and its host pool are the server's thread's.
+    From `begin` to the end of `finish` the engine, its policies and its host pool belong to the server's thread.
 
-    A layer that fails (a task, a policy, an executor) is answered with nothing, and so are all layers after it of the
-    steps given so far: the device comes to an end, and `finish` raises. Then the server goes on. It does not where
-    the two sides have lost one another: the device waited too long, or published nothing for too long, or the step was
-    aborted. Then nothing is answered any more, `finish` raises for every step, and `reset` makes it work again.
+    A layer that fails (a task, a policy, an executor) gets an empty answer, and so do all later layers of the steps
+    given so far. The device completes them, `finish` raises, and the server continues. If the two sides are out of
+    step, no layer is answered any more, and `finish` raises for every step until `reset`. This happens if the device
+    waits or publishes too late, or if the step is aborted.
 
     Attributes:
-        timeline: what the device waited, step by step; the newest step is in it when the next one begins, or after
+        timeline: the device's waiting times by step; it includes the newest step when the next one begins, or after
             `settled`.
 
     Args:
-        timeout_s: how long a layer may keep the server waiting for the device, from the layer before it or from
-            `begin`. None: FLUXION_TASK_TIMEOUT_S, or 60.
+        timeout_s: longest wait for the device to publish a layer, from the previous layer or from `begin`. None:
+            FLUXION_TASK_TIMEOUT_S, or 60.
     """
 
     def __init__(self, engine: DecodeEngine, mailbox: Mailbox, timeout_s: float | None = None) -> None:
@@ -99,17 +99,17 @@ class LayerServer:
         self.layers = engine.pool.shape.layers
         self.timeout_s = float(os.environ.get("FLUXION_TASK_TIMEOUT_S") or 60) if timeout_s is None else timeout_s
         self.timeline = Timeline(self.layers)
-        self._sequence = 0  # of the last layer that was waited for
-        # Below: guarded by _changed.
+        self._sequence = 0  # of the last awaited layer
+        # State guarded by _changed.
         self._changed = threading.Condition()
-        self._steps: deque[_Step] = deque()  # the first is being served
+        self._steps: deque[_Step] = deque()  # the first one is being served
         self._failure: str | None = None  # the first since the last finish()
-        self._lost: str | None = None  # why no layer is answered any more
+        self._lost: str | None = None  # why no layer is answered; None: layers are
         self._closing = False
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._thread = threading.Thread(target=self._main, name="fluxion-layers", daemon=True)
         self._thread.start()
-        # A daemon may be stopped anywhere when the interpreter ends: the native engine must not be at work then.
+        # The interpreter's end may stop a daemon thread anywhere, and the native engine must not run then.
         atexit.register(self.close)
 
     def begin(
@@ -121,13 +121,13 @@ class LayerServer:
         policies: Sequence[Policy] | None = None,
         far: tuple[NativePlan, NativePlan] | None = None,
     ) -> None:
-        """A step of B requests whose layers the device will publish; returns at once.
+        """Queue a step of B requests whose layers the device will publish; returns at once.
 
         Args:
-            rows, seq_lens, page_table, policies: as in `DecodeEngine.begin_step`; copied. B may be 0: then the layers
-                are answered with nothing, as a graph's warm-up wants.
+            rows, seq_lens, page_table, policies: as in `DecodeEngine.begin_step`; copied. B = 0 gives empty answers, to
+                warm up graphs.
             scale: multiplies q.k, in every layer.
-            far: what the CPU reads of layers with an even and with an odd sequence number, where the device chooses.
+            far: the CPU's plans for even and for odd sequence numbers of layers, if the device selects; else None.
 
         Raises:
             ValueError: more requests than the mailbox has room for. RuntimeError: the server is closed.
@@ -156,7 +156,7 @@ class LayerServer:
             raise RuntimeError(failure)
 
     def abort(self) -> None:
-        """Drop the steps: the device, the layer at hand and `finish` end as soon as they can. `reset` comes next."""
+        """Drop the queued steps and end the current layer and `finish` as soon as possible. Call `reset` next."""
         self._lose("The step was aborted.")
         with self._changed:
             while len(self._steps) > 1:
@@ -164,7 +164,7 @@ class LayerServer:
             self._changed.wait_for(lambda: not self._steps)
 
     def reset(self) -> None:
-        """Begin anew, mailbox included, after a failure that ended everything. The device is idle, and reset, too.
+        """Restart after a fatal failure, mailbox included. The device must be idle and reset, too.
 
         Raises:
             RuntimeError: steps are still being served.
@@ -177,7 +177,7 @@ class LayerServer:
             self._failure = self._lost = None
 
     def settled(self) -> None:
-        """The device has done all that it was given, and every step is answered: `timeline` may have all of it."""
+        """Wait for all answers and complete `timeline`. The device must have done all its work."""
         with self._changed:
             self._changed.wait_for(lambda: not self._steps)
             self.mailbox.settled()
@@ -185,11 +185,11 @@ class LayerServer:
 
     @property
     def lost(self) -> bool:
-        """Whether it takes a `reset` to go on."""
+        """Whether the server needs a `reset`."""
         return self._lost is not None
 
     def close(self) -> None:
-        """End the thread, and what it is doing."""
+        """End the thread and its current work."""
         atexit.unregister(self.close)
         with self._changed:
             self._closing = True
@@ -214,7 +214,7 @@ class LayerServer:
                 self._changed.notify_all()
 
     def _serve(self, step: _Step) -> None:
-        """All layers of a step: each is waited for and answered once."""
+        """Wait for and answer all layers of a step, each once."""
         if self._failure is None and self._lost is None and step.rows.numel() > 0:
             try:
                 self.engine.begin_step(step.rows, step.seq_lens, step.page_table, step.policies)
@@ -239,11 +239,11 @@ class LayerServer:
                 return self._lose(str(error))
             if not taken:
                 return self._lose(self.mailbox.late_sentence())
-        # After its last answer, so that the device does not wait for it.
+        # Read the times after the last answer, so that the device does not wait for this.
         self.timeline.add(self.mailbox.times().tolist())
 
     def _serve_steady(self, step: _Step, plans: tuple[NativePlan, NativePlan]) -> int:
-        """The layers of a step whose plans are known; how many are answered."""
+        """Answer the layers of a step whose plans are known in advance. Returns the number of answered layers."""
         engine, before = self.engine, self.mailbox.load(Word.ANSWERED)
         taken = True
         try:
@@ -262,7 +262,7 @@ class LayerServer:
         return answered
 
     def _answer(self, step: _Step, layer: int) -> bool:
-        """Answer the layer that is published. False: the device has given up."""
+        """Answer the published layer. False: the device has given up."""
         sequence = self._sequence
         if self._failure is not None:
             return self.mailbox.fail(sequence)
@@ -298,7 +298,7 @@ class LayerServer:
         with self._changed:
             self._failure = self._failure or sentence
             self._lost = self._lost or sentence
-        # A device that is only slow must not wait for answers that will not come.
+        # Wake a device that is only slow: its answers will not come.
         self.mailbox.cancel()
 
 

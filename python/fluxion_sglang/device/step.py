@@ -1,9 +1,9 @@
-"""A GPU as the device: passes become work on its stream, and a thread serves the CPU's half of every decode layer.
+"""A GPU as the device: passes are work on its stream, and a thread serves the CPU's half of every decode layer.
 
-Nothing here waits for the device within a pass. A decode layer is three calls on the stream (csrc/device/layout.h):
-`publish` gives the CPU its queries, resident attention runs meanwhile, `take` waits on the device for the middle and
-merges. A prefill chunk goes to the host pool by way of `chunks.py`. `finish` closes the pass: by then the host has
-everything, or the pass has failed and the mailbox is new.
+The launching thread does not wait for the device within a pass. A decode layer is three steps on the stream
+(csrc/device/layout.h): `publish` sends the queries to the CPU, resident attention runs concurrently, and `take` waits
+on the device for the middle's result and merges it. Prefill chunks reach the host pool through `chunks.py`. `finish`
+ends the pass: then the host has all its results, or the pass has failed and the mailbox is reset.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ logger = logging.getLogger(__name__)
 
 
 class StreamDevice(Device):
-    """Windows are in device memory; the device attends to them, and the CPU to the middle at the same time.
+    """Windows are in device memory. The device attends to them, and the CPU concurrently to the middle.
 
     The mailbox is pinned until `close`.
 
     Args:
         pool: pinned (`Pinned`).
-        scale: of attention, in every layer.
+        scale: multiplies q.k, in every layer.
         max_requests: of a step, padding of graphs included.
         graphs: decode steps may be captured and replayed, between `begin_dummy` and the next step or after it.
         max_tokens: of a request.
-        copies_gb: the device ranks blocks, and has copies of tiles in so many GiB; 0: the CPU ranks them.
+        copies_gb: GiB for copies of tiles; the device ranks blocks. 0: the CPU ranks them.
 
     Raises:
         DeviceError: the memory cannot be pinned, or the device has none left.
@@ -85,7 +85,7 @@ class StreamDevice(Device):
             dtype=shape.dtype,
             sinks=placement.sinks,
             window=placement.window,
-            # A late task is the engine's to report; the device gives up on what nobody reported.
+            # The device times out after the engine, so that the engine can report a late task first.
             timeout_s=1.25 * self._server.timeout_s,
         )
         self._near = self._near_middle(max_tokens, copies_gb) if copies_gb > 0 else None
@@ -101,8 +101,8 @@ class StreamDevice(Device):
         self._attention = ExtendAttention(
             library, self._streams, pool, self._device, q_heads=q_heads, scale=scale, flash=flash
         )
-        # A graph must not hold a plan, which is of one step; the library's kernel reads the step from the port. What is
-        # near is merged into its result.
+        # A graph must not contain a FlashInfer plan, which is valid for one step. Fluxion's kernel reads the step from
+        # the port. The near middle is also merged into that kernel's result.
         self._residents: flashinfer.Residents | None = None
         if flash and not graphs and self._near is None:
             self._residents = flashinfer.Residents(
@@ -119,17 +119,17 @@ class StreamDevice(Device):
         if self._attention.chunks is not None:
             layer = windows.layers[0]
             flashinfer.warm_up(self._attention.chunks, self._residents, layer, scale, self._streams.settle)
-        # Of the layer at hand; kept, because a graph writes it again.
+        # Results of the current layer; allocated once, because a replayed graph writes to the same memory.
         self._o = torch.empty(max_requests, q_heads, shape.head_dim, device=self._device)
         self._lse = torch.empty(max_requests, q_heads, device=self._device)
         self._no_tokens = torch.empty(0, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=self._device)
-        self._parts = graphs  # whether the CPU plans by what the resident tokens say
-        self._ranks = graphs  # whether the device chooses what is near
+        self._parts = graphs  # whether policies need the parts of the residents
+        self._ranks = graphs  # whether the device selects near tiles
         self._decoding = False
         self._muted = False
         self._requests: Sequence[ExtendRequest] = ()
         self._pages: list[torch.Tensor] = []
-        atexit.register(self.close)  # after that of what is pinned, and so called before it
+        atexit.register(self.close)  # registered after the pinned memory, so it runs first
 
     def _near_middle(self, max_tokens: int, copies_gb: float) -> Near:
         pages = -(-max_tokens // PAGE)
@@ -152,7 +152,7 @@ class StreamDevice(Device):
         return f"{info['name']} ({info['backend']}); {kernel} attends to what is resident"
 
     def heal(self, row: int, n: int, pages: torch.Tensor) -> None:
-        there = pages.to(self._device, copy=True)  # aligned, whichever row of a table it was
+        there = pages.to(self._device, copy=True)  # an aligned copy of a table row
         for layer in range(self._pool.shape.layers):
             self._fill(layer, row, n, n, there, self._no_tokens, self._no_tokens)
 
@@ -182,13 +182,13 @@ class StreamDevice(Device):
         self._unmute()
         self._library.port_step(self._port, self._streams.main, rows.int(), lengths.int())
         self._decoding = True
-        # A graph serves steps of every policy, so it always has the parts.
+        # A graph serves steps of all policies, so it always computes the parts.
         self._parts = self._graphs or self._engine.looks(policies)
         far = None
         if self._near is not None:
             everyone = policies or [self._engine.policy] * rows.numel()
             far = self._near.step(self._streams.main, lengths, pages, everyone)
-            self._ranks = self._graphs or far is not None  # a graph serves steps of every policy
+            self._ranks = self._graphs or far is not None  # a graph serves steps of all policies
         self._server.begin(rows, lengths, pages, self._scale, policies, far)
         if self._residents is not None:
             self._residents.plan(rows, lengths, divided=self._parts)
@@ -203,7 +203,7 @@ class StreamDevice(Device):
         if self._near is not None and self._ranks:
             self._near.rank(stream, layer, q)
         library.publish(self._port, stream, layer, q, k, v, windows)
-        residents = None if self._muted else self._residents  # what nobody is to serve has no plan
+        residents = None if self._muted else self._residents  # muted steps have no plan
         if residents is not None and not self._parts:
             o, lse = residents.run(q, windows, scale)
             library.take(self._port, stream, o, lse, True, out)
@@ -223,12 +223,12 @@ class StreamDevice(Device):
 
     def begin_dummy(self) -> None:
         self.finish()
-        # Given up on purpose: layers publish nothing and wait for nothing, whether they run or are recorded.
+        # Cancel the mailbox, so that dummy layers neither publish nor wait, in a run or a recording.
         if not self._muted:
             self._mailbox.cancel()
             self._muted = True
-        nobody = torch.empty(0, dtype=torch.int32)
-        self._library.port_step(self._port, self._streams.main, nobody, nobody)
+        none = torch.empty(0, dtype=torch.int32)
+        self._library.port_step(self._port, self._streams.main, none, none)
 
     def _unmute(self) -> None:
         if self._muted:
@@ -262,7 +262,7 @@ class StreamDevice(Device):
 
     @property
     def timeline(self) -> Timeline:
-        """What the device waited; of the newest step, when the next one begins, or after `settle`."""
+        """The device's waiting times; includes the newest step when the next one begins, or after `settle`."""
         return self._server.timeline
 
     @property
@@ -270,7 +270,7 @@ class StreamDevice(Device):
         return self._pool.shape.layers
 
     def settle(self) -> None:
-        """Wait for the device, and have the newest step in `timeline`, too. Between passes."""
+        """Wait for the device and complete `timeline` with the newest step. Call it between passes."""
         self._streams.settle()
         self._server.settled()
 
@@ -281,13 +281,13 @@ class StreamDevice(Device):
                 self._decoding = False
                 self._server.finish()
         except BaseException:
-            with suppress(Exception):  # the first failure is the one to tell
+            with suppress(Exception):  # report the first failure
                 self.abort()
             raise
 
     def abort(self) -> None:
         self._decoding = False
-        self._mailbox.cancel()  # before waiting for the device: it may be waiting for an answer
+        self._mailbox.cancel()  # before the wait for the device, which may wait for an answer
         self._server.abort()
         with suppress(Exception):  # the pass has failed already
             self._writer.drain()

@@ -1,7 +1,6 @@
-"""The stream that the model runs on, and streams beside it for copies: torch's on CUDA, the library's where simulated.
+"""The model's stream, and side streams for copies: torch's on CUDA, the library's on the simulated device.
 
-On the simulated device the model runs in the calling thread, where the default stream works too; so there nothing on
-the main stream is ever still to be done.
+On the simulated device the model and the default stream run in the calling thread; nothing is ever pending there.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from fluxion_sglang.device.library import DeviceLibrary
 
 
 class Side(ABC):
-    """A stream beside the main one. A mark stands for everything that it was given before."""
+    """A stream beside the main one. A mark represents all work launched on it so far."""
 
     handle: int
 
     @abstractmethod
     def follow_main(self) -> None:
-        """What comes next waits for all that the main stream was given until now."""
+        """Order later work of this stream after all work launched on the main stream so far."""
 
     @abstractmethod
     def mark(self) -> Any: ...
@@ -33,15 +32,15 @@ class Side(ABC):
 
     @abstractmethod
     def host_waits(self, mark: Any) -> None:
-        """Any thread."""
+        """Wait for a mark. Any thread may call it."""
 
     @abstractmethod
     def run(self, launch: Callable[[int], None], reads: tuple[torch.Tensor, ...]) -> None:
-        """Have `launch` put kernels on this stream. What they read of the main stream's may be dropped at once."""
+        """Run `launch` on this stream. `reads` are main-stream tensors that it reads; the caller may drop them."""
 
     @abstractmethod
     def copy_out(self, source: torch.Tensor, pinned: torch.Tensor) -> None:
-        """Copy a tensor of the main stream's to host memory; it may be dropped at once."""
+        """Copy a main-stream tensor to host memory; the caller may drop it at once."""
 
 
 class Streams(ABC):
@@ -50,7 +49,7 @@ class Streams(ABC):
     @property
     @abstractmethod
     def main(self) -> int:
-        """The stream that the model runs on, as a number."""
+        """The model's stream, as a number."""
 
     @abstractmethod
     def side(self) -> Side: ...
@@ -61,7 +60,7 @@ class Streams(ABC):
 
     @abstractmethod
     def pinned(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that copies from the device need not wait for."""
+        """Pinned host memory, for asynchronous copies from the device."""
 
 
 class _CudaSide(Side):
@@ -114,7 +113,7 @@ class _SimulatedSide(Side):
     def __init__(self, library: DeviceLibrary) -> None:
         self._library = library
         self.handle = library.stream_create()
-        weakref.finalize(self, library.stream_destroy, self.handle).atexit = False  # it has a thread, and many stacks
+        weakref.finalize(self, library.stream_destroy, self.handle).atexit = False  # it has a thread and many stacks
 
     def follow_main(self) -> None:
         pass
@@ -126,11 +125,11 @@ class _SimulatedSide(Side):
         self._library.stream_synchronize(self.handle)
 
     def host_waits(self, mark: Any) -> None:
-        pass  # everything for the host is done when its call returned
+        pass  # calls for the host complete before they return
 
     def run(self, launch: Callable[[int], None], reads: tuple[torch.Tensor, ...]) -> None:
         launch(self.handle)
-        # The main stream's memory is the calling thread's again.
+        # Wait, because the main stream's memory may be reused by the calling thread.
         self._library.stream_synchronize(self.handle)
 
     def copy_out(self, source: torch.Tensor, pinned: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
-"""When every layer of a decode step was where: what the device waited for the CPU, and what either did meanwhile.
+"""Times of the layers of decode steps: the device's waiting for the CPU, and the work of both sides meanwhile.
 
-The mailbox notes the times (`csrc/device/layout.h`): a store each on the device, which works in a CUDA graph, too, and
-a look at the clock on the host. Sums of them are always kept; the layers of some steps where somebody asks (`keep`).
+The mailbox records the times (`csrc/device/layout.h`): by a store each on the device, which also works in a CUDA graph,
+and by clock reads on the host. Sums are always kept; single layers only after `keep`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 
 class LayerTimes(NamedTuple):
-    """Of one layer that the device took, in nanoseconds; the columns of `Mailbox.times`.
+    """Times of one layer that the device completed, in nanoseconds; the columns of `Mailbox.times`.
 
     Attributes:
         sequence: of the mailbox. layer: of the model.
-        published, wait_begin, wait_end: by the device's clock: q, k, v were out; it had nothing to do but to wait for
-            the CPU's part, and had it.
-        seen, planned, answered: by the host's clock (`time.monotonic_ns`): it saw the layer, had a plan, had the
+        published, wait_begin, wait_end: by the device's clock: q, k, v were published; the device began to wait for the
+            CPU's part, and received it.
+        seen, planned, answered: by the host's clock (`time.monotonic_ns`): the host saw the layer, had a plan, had the
             results.
     """
 
@@ -34,27 +34,27 @@ class LayerTimes(NamedTuple):
 
     @property
     def wait_ns(self) -> int:
-        """How long the device stood idle."""
+        """Idle time of the device."""
         return self.wait_end - self.wait_begin
 
 
 class Offset(NamedTuple):
-    """What to add to the device's clock for the host's: `ns`, true to `error_ns`."""
+    """The difference host clock minus device clock: `ns`, with an error of at most `error_ns`."""
 
     ns: int
     error_ns: int
 
 
 def clock_offset(layers: Iterable[LayerTimes]) -> Offset:
-    """The offset of the host's clock, from pairs of an event and of its being noticed on the other side.
+    """The offset of the host's clock, from events that one side causes and the other side notices.
 
-    As NTP has it (RFC 5905), from the packets that were fastest: what was seen had been published before, so no offset
-    is larger than `seen - published`; what was taken had been answered before, so none is smaller than
-    `answered - wait_end`. The middle between the nearest two is wrong by half their distance at most, unless the clocks
-    drifted apart between these layers.
+    The method is that of NTP (RFC 5905), applied to the fastest pairs. A layer is seen after it is published, so the
+    offset is at most `seen - published`. An answer is taken after it is given, so the offset is at least
+    `answered - wait_end`. The midpoint of the tightest bounds is wrong by at most half their distance, unless the
+    clocks drifted between these layers.
 
     Raises:
-        ValueError: of no layer.
+        ValueError: there are no layers.
     """
     layers = list(layers)
     most = min(layer.seen - layer.published for layer in layers)
@@ -63,19 +63,19 @@ def clock_offset(layers: Iterable[LayerTimes]) -> Offset:
 
 
 def idle_ms(steps: Sequence[Sequence[LayerTimes]]) -> float:
-    """What the device waits in a layer, on average over all of these steps (Fluxion, Table 5), in milliseconds.
+    """The device's mean waiting time per layer over all these steps (Fluxion, Table 5), in milliseconds.
 
     Raises:
-        statistics.StatisticsError: of no layer.
+        statistics.StatisticsError: there are no layers.
     """
     return statistics.fmean(layer.wait_ns for step in steps for layer in step) / 1e6
 
 
 class Timeline:
-    """Adds up the times of whole steps, and keeps the last of them.
+    """Sums the times of whole steps, and keeps the last steps on request.
 
     Args:
-        layers: of a step. A step of which some layer failed or was not taken counts nothing.
+        layers: of a step. A step with a layer that failed or was not taken is ignored.
     """
 
     def __init__(self, layers: int) -> None:
@@ -85,16 +85,16 @@ class Timeline:
         self._steps = self._wait_ns = self._step_ns = 0
 
     def keep(self, steps: int) -> None:
-        """Keep so many of the steps to come, the last ones; forget those kept until now."""
+        """Keep the last `steps` steps from here on; drop those kept so far."""
         self._kept = deque(maxlen=steps)
 
     @property
     def kept(self) -> list[tuple[LayerTimes, ...]]:
-        """The layers of each step that was kept, in their order."""
+        """The layers of each kept step, in order."""
         return list(self._kept)
 
     def add(self, rows: Iterable[Sequence[int]]) -> None:
-        """What `Mailbox.times` says, in its order."""
+        """Add the rows of `Mailbox.times`, in order."""
         for row in rows:
             times = LayerTimes._make(row)
             if times.layer != len(self._open) or (self._open and times.sequence != self._open[-1].sequence + 1):
@@ -109,8 +109,8 @@ class Timeline:
                 self._open.clear()
 
     def stats(self) -> dict[str, int]:
-        """Cumulative counts over whole steps: device_layers; device_wait_ns, what the device waited in them;
-        device_step_ns, from the first layer's publication until the last one's answer was taken."""
+        """Cumulative counts over whole steps: device_layers; device_wait_ns, the device's waiting time in them;
+        device_step_ns, from the first layer's publication until the last answer was taken."""
         return {
             "device_layers": self._steps * self._layers,
             "device_wait_ns": self._wait_ns,

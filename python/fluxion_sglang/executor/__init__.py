@@ -1,1 +1,1 @@
-"""Who computes: executors that pull tasks from one queue, and the engine that runs a layer."""
+"""Decode: executors that pull tasks from one queue, and the engine that runs a layer."""

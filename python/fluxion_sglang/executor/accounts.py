@@ -1,4 +1,4 @@
-"""What decode steps read, by layer and group, and where their time went: the numbers behind `fluxion explain`."""
+"""Counts the bytes that decode steps read, by layer and group, and the time of their parts, for `fluxion explain`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fluxion_sglang.native import NativeEngine
 from fluxion_sglang.policy.base import SKETCHED, DecodeStep
 
 SAMPLED = 4
-"""One step in so many is looked at: accounts of every step would cost half a percent of a small model's time."""
+"""Sampling interval in steps. Accounting for every step would cost half a percent of a small model's time."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Cumulative counts over whole decode steps of this process; all but the first two over a sample of them.
+    """Cumulative counts over whole decode steps of this process. All but steps and tokens cover sampled steps only.
 
     Attributes:
-        steps, tokens: how many steps there were, and how many tokens they decoded.
-        read_bytes: of K and V of the middle, by layer and group. What requests read together counts for each.
-        middle_bytes: of K and V of the middle in all groups of each layer; 0 where a layer has a window.
-        blocks: groups by the block size of their plan, 0: they read nothing.
-        timed_steps, seconds: steps that another one followed directly, and where their time went, by `Phase`.
+        steps, tokens: number of steps, and of tokens that they decoded.
+        read_bytes: bytes of K and V of the middle read, by layer and group. A shared read counts for each request.
+        middle_bytes: bytes of K and V of the middle in all groups of each layer; 0 for a layer with a window.
+        blocks: number of groups by block size of their plan; 0 means that they read nothing.
+        timed_steps, seconds: number of sampled steps directly followed by another step, and their time by `Phase`.
     """
 
     steps: int
@@ -41,56 +41,55 @@ class Totals:
 
 
 class Accounts:
-    """Keeps nothing: of an engine that nobody asks. A step calls the methods in this order."""
+    """Interface of step accounting; this base class keeps nothing. A step calls the methods in this order."""
 
     def begin(self) -> None:
         """A step begins."""
 
     def began(self, step: DecodeStep) -> None:
-        """The step that began is ready for its layers."""
+        """The plan of the current step is ready; its layers follow."""
 
     def lap(self, part: Phase) -> None:
-        """The time since the last call of `began` or `lap` was spent on `part`."""
+        """Charge the time since the last call of `began` or `lap` to `part`."""
 
     @property
     def watches(self) -> bool:
-        """Whether the step that began is looked at, layer by layer."""
+        """Whether the current step is sampled layer by layer."""
         return False
 
     def layer(self, layer: int, native: NativeEngine, blk: torch.Tensor | None) -> None:
-        """A layer is done, and `native` has what it read. blk: [B, H] int32, of its plan; None: the layer has a window,
-        and reads nothing of the middle."""
+        """A layer is done; `native` holds what it read. blk: [B, H] int32 of its plan; None: a layer with a window."""
 
     def served(self, layers: int, native: NativeEngine) -> None:
-        """The first layers of a step are done, of which nobody knows what they read."""
+        """The first layers of a step are done, without accounts of their reads."""
 
     def interrupted(self) -> None:
-        """Something else runs between two steps: its time is no step's."""
+        """Other work runs between two steps; its time is not charged to a step."""
 
 
 class StepAccounts(Accounts):
-    """Adds up whole steps. The methods of `Accounts` belong to one thread at a time, `totals` to any thread.
+    """Sums over whole steps. One thread at a time calls the methods of `Accounts`; any thread may call `totals`.
 
     Args:
         timed: whether to time steps.
-        sampled: one step in so many is looked at.
+        sampled: sampling interval in steps.
     """
 
     def __init__(self, shape: KVShape, timed: bool = True, sampled: int = SAMPLED) -> None:
         self._layers, self._groups = shape.layers, shape.kv_heads
         self._token_bytes = shape.token_bytes
         self._timed, self._every = timed, sampled
-        # The step at hand.
+        # State of the current step.
         self._lengths: dict[int, int] = {}
         self._middle_tokens = 0
-        self._sizes: list[int] = []  # of blocks, one a request and group of every layer so far
-        self._done = 0  # of its layers
+        self._sizes: list[int] = []  # block sizes, one per request and group of every finished layer
+        self._done = 0  # finished layers
         self._sampled = False
-        self._whole = False  # all of them are done, and nothing else has run since
+        self._whole = False  # all layers are done, and no other work has run since
         self._ns = [0] * len(Phase)
         self._mark = self._gap = 0
         self._make_room(0)
-        # Guarded by _lock.
+        # State guarded by _lock.
         self._lock = threading.Lock()
         self._read_bytes = torch.zeros(self._layers, self._groups, dtype=torch.int64)
         self._has_middle = [False] * self._layers
@@ -99,7 +98,7 @@ class StepAccounts(Accounts):
         self._all_ns = [0] * len(Phase)
 
     def _make_room(self, batch: int) -> None:
-        # Every layer of a step writes its own part. Steps of as many requests add up in _sum: one addition a step.
+        # Every layer of a step writes its own slice. Steps of equal batch size accumulate in _sum.
         self._reads = torch.zeros(self._layers, batch, self._groups, 2, dtype=torch.int64)
         self._reads_of = self._reads.unbind(0)
         self._sum = torch.zeros_like(self._reads)
@@ -129,7 +128,7 @@ class StepAccounts(Accounts):
             self.lap(Phase.PLAN)
 
     def _follows(self, step: DecodeStep) -> bool:
-        """Whether nothing lies between the step before and this one: some request went on."""
+        """Whether this step directly follows the previous one, that is, some request decodes its next token."""
         return any(self._lengths.get(row) == length - 1 for row, length in _lengths(step).items())
 
     def lap(self, part: Phase) -> None:
@@ -145,7 +144,7 @@ class StepAccounts(Accounts):
 
     def layer(self, layer: int, native: NativeEngine, blk: torch.Tensor | None) -> None:
         if layer != self._done:
-            return  # a layer before it failed
+            return  # an earlier layer failed
         self._done += 1
         if self._sampled and blk is not None:
             native.reads(self._reads_of[layer])
@@ -193,7 +192,7 @@ def _lengths(step: DecodeStep) -> dict[int, int]:
 
 
 def block_name(size: int) -> str:
-    """A block size as a label of a metric: `streaming` for a group that reads nothing, `sketched`, or `other` for one
-    that a kind of task of another package has."""
+    """A block size as a metric label: `streaming` for a group that reads nothing, `sketched`, or `other` for another
+    package's task kind."""
     names = {0: "streaming", SKETCHED: "sketched"} | {blk: str(blk) for blk in BLOCKS}
     return names.get(size, "other")

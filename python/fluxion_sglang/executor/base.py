@@ -1,9 +1,9 @@
-"""Who computes: the interface of an executor.
+"""The interface of an executor, which computes tasks.
 
-The tasks of a layer stand in one queue, sorted by priority: a lane for each executor and one for all, each behind one
-atomic word. Executors pull the next task when they are free; a task belongs to whoever pulled it, so each is computed
-exactly once, by somebody. The native workers (`csrc/engine`) pull without Python; any other executor gets the calling
-thread between the layer's begin and finish, and this interface.
+The tasks of a layer form one queue, sorted by priority: a lane for each executor and a shared lane, each with an atomic
+position. An idle executor pulls the next task and owns it, so each task is computed exactly once. The native workers
+(`csrc/engine`) pull without Python. Other executors use this interface; they run on the calling thread between the
+layer's begin and finish.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ExecutorId(IntEnum):
-    """Names an executor towards the native queue, which records the owner of each task."""
+    """Identifies an executor to the native queue, which records the owner of each task."""
 
     CPU = 0
     TORCH = 1
@@ -35,7 +35,7 @@ class LayerWork:
     Attributes:
         page_table: [B, M] int32 on the CPU, physical page of every logical page.
         layer: index into the pool's layers.
-        q: [B, Hq, D] on the CPU. scale: multiplies q.k. cap: of logits (`Variant`).
+        q: [B, Hq, D] on the CPU. scale: multiplies q.k. cap: of the logits (`Variant`).
     """
 
     native: NativeEngine
@@ -52,7 +52,7 @@ class LayerWork:
         return self.step.q_heads // self.step.kv_heads
 
     def pop(self, executor: ExecutorId) -> int | None:
-        """Take the next task that this executor may; None when there is none."""
+        """Pop the next task that this executor may take; None if there is none."""
         task = self.native.queue_pop(int(executor))
         return None if task < 0 else task
 
@@ -65,11 +65,11 @@ class Executor(ABC):
     """Computes tasks of a layer from its queue.
 
     Attributes:
-        id: towards the queue; of an engine's executors each has another.
+        id: its identity in the queue, unique within an engine.
     """
 
     id: ExecutorId
 
     @abstractmethod
     def drain(self, work: LayerWork) -> None:
-        """Pull tasks and deliver them until it gets none. Must deliver or fail every task it pulled."""
+        """Pull and complete tasks until the queue is empty. Must deliver or fail every task that it pulled."""

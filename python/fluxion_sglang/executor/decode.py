@@ -1,4 +1,4 @@
-"""One decode step of one layer: the policy plans, the executors pull from the queue, the results merge."""
+"""Runs decode steps layer by layer: the policy plans, the executors pull from the queue, the results merge."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ from fluxion_sglang.predictor.kernel import features as decode_features
 logger = logging.getLogger(__name__)
 
 Scheduler = Callable[[LayerPlan, DecodeStep, Sequence[ExecutorId]], tuple[torch.Tensor, torch.Tensor]]
-"""From what a layer reads and the executors there are, the native workers first: of each task its value [B, H] float32
-(larger runs earlier, equal ones in the order of arrival) and its owner [B, H] int32, the executor that alone may take
-it. Pure."""
+"""Schedules tasks, given the plan of a layer, the step, and the executors (native workers first).
+
+Returns for each task its value [B, H] float32 (larger runs earlier, ties in order of arrival) and its owner [B, H]
+int32, the only executor that may take it. A pure function."""
 
 
 @dataclass(kw_only=True)
 class Layer(ABC):
-    """A layer of the current step: its tensors, and how it is computed where its residents are.
+    """A layer of the current step: its tensors, and how its residents are attended to.
 
     Attributes:
-        index: of the pool's layers.
+        index: index into the pool's layers.
         q: [B, Hq, D] on the CPU. scale: multiplies q.k.
         k, v: [B, H, D], this step's token of each request.
-        of: what is the same in every step. One with a window has no residents and no middle, and no plan.
-        variant: of its attention, as `of` has it.
-        window: the layer's windows (`Windows`) where they are the CPU's.
-        out: [B, Hq, D] in q's dtype, written where the CPU merges residents and middle.
+        of: the constants of the layer. A layer with a window has no residents, no middle and no plan.
+        variant: variant of its attention, the same as in `of`.
+        window: the layer's windows (`Windows`) if they are on the CPU.
+        out: [B, Hq, D] in q's dtype; written if the CPU merges residents and middle.
     """
 
     index: int
@@ -61,48 +62,48 @@ class Layer(ABC):
 
     @abstractmethod
     def look(self, native: NativeEngine) -> torch.Tensor:
-        """Take in the token and attend to the residents: the parts [B, Hq, 5] of `NativeEngine.layer_resident`."""
+        """Append the token and attend to the residents. Returns parts [B, Hq, 5] (`NativeEngine.layer_resident`)."""
 
     @abstractmethod
     def begin(self, native: NativeEngine, plan: NativePlan, parts: torch.Tensor | None) -> None:
-        """Start the layer. parts: what `look` gave; None: it was not called."""
+        """Start the layer. parts: the result of `look`; None if it was not called."""
 
     def newest(self, native: NativeEngine) -> None:
-        """All of a layer whose variant has a window, into `out`."""
+        """Compute a whole layer whose variant has a window, into `out`."""
         assert self.out is not None
         native.layer_newest(self.of, self.q, self.k, self.v, self.out)
 
     def finish(self, native: NativeEngine) -> None:
-        """Wait for the layer's results. Raises RuntimeError, which names the first failure."""
+        """Wait for the layer's results. Raises RuntimeError with the first failure."""
         native.layer_finish()
 
 
 class DecodeEngine:
     """Runs decode steps over the host pool and the windows.
 
-    Every layer: the new token goes to the host and to its window slot, then resident attention and the queue's tasks
-    run side by side, and the later of the two merges them by LSE. A policy that wants to see the heads first gets the
-    resident attention computed before the plan. A failing worker fails the layer with a RuntimeError; the engine stays
-    usable.
+    In every layer the new token is written to the host pool and its window slot. Then resident attention and the
+    queue's tasks run concurrently, and the part that ends last merges both by log-sum-exp. If a policy needs to observe
+    the heads, resident attention is computed before the plan. A failing worker fails the layer with a RuntimeError; the
+    engine stays usable.
 
     Args:
-        policy: what requests follow that have none of their own.
-        executors: beside the native workers.
-        options: canary and share_prefixes count.
-        q_heads: query heads of this process. first_layer, first_head: the model's numbers of layer 0 and head 0 here.
-        max_requests, max_tokens: requests of a batch and tokens of a request to make room for now; more is made when
-            a step needs it.
-        scheduler: which executor may take which task, and when. None: one queue, the plan's largest value first; a free
+        policy: default policy of requests.
+        executors: executors besides the native workers.
+        options: the engine uses canary and share_prefixes.
+        q_heads: query heads of this process. first_layer, first_head: index in the model of this process's layer 0 and
+            head 0.
+        max_requests, max_tokens: initial room for requests of a batch and tokens of a request; grows on demand.
+        scheduler: assigns tasks to executors and orders them. None: one queue, the plan's largest value first; a free
             worker takes the next task (Fluxion, section 6.2).
-        attend_union: what one head of a group chose, all of them read; False is for comparison.
+        attend_union: all heads of a group read the union of their selections. False is for comparisons.
 
     Attributes:
-        accounts: what its steps read and where their time goes; by default nobody keeps them.
-        observers: who watches.
+        accounts: counts bytes and times of steps; the default keeps nothing.
+        observers: observers of steps.
         union: the argument attend_union.
-        world: what its policies may use of it.
-        corrupt: told of each request of the pass (its number there) that read corrupt host memory, with a sentence; its
-            output is zero. By default it raises.
+        world: the parts of the engine that its policies may use.
+        corrupt: called with the index in the pass of each request that read corrupt host memory, and a sentence; the
+            request's output is zero. The default raises.
     """
 
     def __init__(
@@ -149,14 +150,14 @@ class DecodeEngine:
         self.world = World(pool, windows, q_heads, windows.rows)
         self._bound: WeakSet[Policy] = WeakSet()
         self._bind(policy)
-        # Of the current step.
+        # State of the current step.
         self._step: DecodeStep | None = None
         self._page_table = torch.empty(0, 0, dtype=torch.int32)
-        self._owner: torch.Tensor | None = None  # of tasks that the scheduler leaves to anyone
+        self._owner: torch.Tensor | None = None  # of tasks, if the scheduler leaves them to any executor
         self._policy = policy
         self._looks = False
-        self._anchored: Sequence[Criterion | None] = ()  # of each request: what its anchor is measured for
-        self._plan: tuple[LayerPlan, NativePlan] | None = None  # the last layer's
+        self._anchored: Sequence[Criterion | None] = ()  # per request: the criterion that its anchor is measured for
+        self._plan: tuple[LayerPlan, NativePlan] | None = None  # of the last layer
 
     def _bind(self, policy: Policy) -> None:
         if policy.world is not self.world:
@@ -164,11 +165,11 @@ class DecodeEngine:
         self._bound.add(policy)
 
     def prefilled(self, layer: int, row: int, length: int, queries: torch.Tensor, policy: Policy | None = None) -> None:
-        """A chunk was prefilled, and the host pool has it.
+        """A prefill chunk is in the host pool.
 
         Args:
-            row, length: of the request, all its tokens so far.
-            queries: [T, Hq, D] of the chunk's tokens, T at least 1.
+            row, length: the request's row and its number of tokens so far.
+            queries: [T, Hq, D], queries of the chunk's tokens, T >= 1.
             policy: the request's; None: the engine's.
         """
         self.accounts.interrupted()
@@ -178,17 +179,17 @@ class DecodeEngine:
         policy.prefilled(layer, row, length, queries[-TOLD:])
 
     def forget(self, row: int) -> None:
-        """The row's request has ended, or it has another one, or one that came without a prefill."""
+        """Drop the state of a row: its request has ended, or the row has another request, or one without a prefill."""
         self.anchors.forget(row)
         watching: list[Policy | Observer] = [*self._bound, *self.observers]
         for one in watching:
             try:
                 one.released(row)
-            except Exception:  # nobody contains what happens between passes; the server would end with it
+            except Exception:  # no containment between passes: an exception would end the server
                 logger.exception("Fluxion: %s could not forget a request", type(one).__name__)
 
     def looks(self, policies: Sequence[Policy] | None = None) -> bool:
-        """Whether a step of requests with these policies plans by what the residents say; arguments of `begin_step`."""
+        """Whether a step with these policies plans after resident attention; None: the engine's policy."""
         return any(policy.needs is not Needs.NOTHING for policy in policies or [self.policy])
 
     def begin_step(
@@ -198,14 +199,14 @@ class DecodeEngine:
         page_table: torch.Tensor,
         policies: Sequence[Policy] | None = None,
     ) -> DecodeStep:
-        """A new decode step.
+        """Begin a decode step.
 
         Args:
             rows: [B]. seq_lens: [B], this token included. page_table: [B, M] int32. All on the CPU.
-            policies: that of each request; None: the engine's for all of them.
+            policies: one per request; None: the engine's for all of them.
 
         Raises:
-            ValueError: there are more or fewer policies than requests.
+            ValueError: the number of policies differs from the number of requests.
         """
         self.accounts.begin()
         pool = self.pool
@@ -224,7 +225,7 @@ class DecodeEngine:
         self._policy.begin_step(step)
         self._step, self._page_table, self._plan = step, page_table, None
         if not self.executors:
-            # Nobody else pulls. Tasks that are the workers' alone may be done together (`csrc/engine/bundle.h`).
+            # Only workers pull. Owned tasks may be computed in bundles (`csrc/engine/bundle.h`).
             self._owner = torch.full((step.batch, step.kv_heads), int(ExecutorId.CPU), dtype=torch.int32)
         for observer in self.observers:
             observer.began(step, everyone)
@@ -232,10 +233,10 @@ class DecodeEngine:
         return step
 
     def attend(self, at: Layer) -> None:
-        """Attention of one layer of the current step; then `attended`, when its caller has the result.
+        """Compute attention of one layer of the current step. The caller calls `attended` once it has the result.
 
         Raises:
-            RuntimeError: a task failed; the message names the first failure. There is no result then.
+            RuntimeError: a task failed; the message names the first failure, and there is no result.
         """
         assert self._step is not None, "attend() before begin_step()"
         accounts = self.accounts
@@ -266,17 +267,17 @@ class DecodeEngine:
             self.corrupt(request, sentence)
 
     def _drain(self, work: LayerWork) -> None:
-        """Have the other executors do what they take of the open layer."""
+        """Let the other executors compute tasks of the open layer."""
         try:
             for executor in self.executors:
                 executor.drain(work)
         except BaseException:
-            # The pages and rows of this layer may be another request's soon: nothing more may be written to them.
+            # Another request may soon own the pages and rows of this layer, so no worker may write to them any more.
             self.native.abandon()
             raise
 
     def attended(self, at: Layer) -> None:
-        """The layer that `attend` did is done, and its tensors are as they were."""
+        """Tell policy, accounts and observers that the layer is done. Its tensors are unchanged since `attend`."""
         if at.variant.window is None:
             assert self._plan is not None, "attended() before attend()"
             self._policy.decoded(at.index, at.q, at.out)
@@ -288,7 +289,7 @@ class DecodeEngine:
         self.accounts.lap(Phase.PLAN)
 
     def steady_plan(self) -> NativePlan | None:
-        """What every layer of the current step reads, where that is known before the first and no one watches them."""
+        """The plan of every layer of the current step, if it is known before the first and no observer is set."""
         assert self._step is not None, "steady_plan() before begin_step()"
         watched = self.accounts.watches or any(observer.watches for observer in self.observers)
         if watched or self._canary or self.executors or not self._policy.steady:
@@ -296,7 +297,7 @@ class DecodeEngine:
         return self._native_plan(self._policy.plan(0, torch.empty(self._step.batch, 0)))
 
     def plan_step(self) -> bool:
-        """Give the native engine the plan of every layer of the current step, if there is a steady one."""
+        """Pass the steady plan of the current step to the native engine, if there is one."""
         plan = self.steady_plan()
         if plan is not None:
             self.native.plan_step(plan, residents_first=self._looks)
@@ -307,7 +308,7 @@ class DecodeEngine:
         self.accounts.served(layers, self.native)
 
     def _native_plan(self, plan: LayerPlan) -> NativePlan:
-        """Made once where a policy plans a step once and gives every layer the same plan."""
+        """Convert a plan. The result is reused while the policy returns the same plan object."""
         assert self._step is not None
         if self._plan is None or self._plan[0] is not plan:
             value, owner = plan.value, self._owner
@@ -317,7 +318,7 @@ class DecodeEngine:
         return self._plan[1]
 
     def _observe(self, at: Layer, parts: torch.Tensor) -> Observed:
-        """What the policies need to know of a layer whose token was taken in and whose residents were attended to."""
+        """What the policies observe of a layer after its token was appended and its residents were attended to."""
         step, placement, layer = self._step, self.pool.placement, at.index
         assert step is not None
         features = None
@@ -343,13 +344,12 @@ class DecodeEngine:
         return Observed(features, at.scale, parts, at.window)
 
     def done(self) -> dict[str, int]:
-        """Cumulative counts of all that the native engine did, for observers, too: `NativeEngine.stats`, the canary's,
-        and worker_ns, the time of all workers."""
+        """Cumulative counts of the native engine, also for observers: `NativeEngine.stats`, canary counts, worker_ns
+        (all workers)."""
         return self.native.stats() | self.pool.canary_counts() | {"worker_ns": sum(self.native.worker_ns())}
 
     def stats(self) -> dict[str, int]:
-        """Cumulative counts of what decoding did, its workers' time included, and of what its executors count
-        besides."""
+        """Cumulative counts of decode steps, with the workers' time and corrections by observers."""
         stats = self.done()
         for observer in self.observers:
             stats = observer.count(stats)
@@ -361,6 +361,6 @@ def _corrupt(request: int, sentence: str) -> None:
 
 
 def native_plan(plan: LayerPlan, value: torch.Tensor | None = None, owner: torch.Tensor | None = None) -> NativePlan:
-    """A plan for the native engine; value, owner: a scheduler's, by default the plan's own and anybody."""
+    """Convert a plan for the native engine. value, owner: a scheduler's; default: the plan's value, no owner."""
     kinds = [kind.handle for kind in plan.kinds]
     return NativePlan(plan.blk, plan.budget, plan.value if value is None else value, owner, kinds)

@@ -1,7 +1,7 @@
-"""Where the windows live and forward passes run: what the attention backend asks of a device.
+"""The interface of a device, which holds the windows and runs the attention of forward passes.
 
-One pass at a time: `begin_decode` or `begin_extend`, then its layers in order, then `finish`. `host.py` computes where
-it is called. Devices with memory of their own come through entry points (`plugins.DEVICES`).
+One pass runs at a time: `begin_decode` or `begin_extend`, then its layers in order, then `finish`. `host.py` implements
+it for the CPU. Devices with memory of their own come through entry points (`plugins.DEVICES`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 class Appended(Protocol):
-    """Told when the host pool has a chunk: `queries` [m, Hq, D] on the CPU are the m = `request.queries` last ones."""
+    """Called when the host pool has a chunk. `queries` [m, Hq, D], on the CPU: the last m = `request.queries`."""
 
     def __call__(self, layer: int, index: int, queries: torch.Tensor, scale: float) -> None: ...
 
 
 class Device(ABC):
-    """Runs passes over the host pool and the windows. Errors are RuntimeError, a sentence each.
+    """Runs passes over the host pool and the windows. Errors are RuntimeError with one sentence.
 
     Attributes:
-        description: what this is, for the log.
-        mixes: `begin_mixed` works.
+        description: the device's name in the log.
+        mixes: whether `begin_mixed` is supported.
     """
 
     description: str = "the CPU"
@@ -55,13 +55,13 @@ class Device(ABC):
         pages: torch.Tensor,
         policies: Sequence[Policy] | None,
     ) -> None:
-        """A decode step; arguments as of `DecodeEngine.begin_step`, all on the CPU."""
+        """Begin a decode step; arguments as for `DecodeEngine.begin_step`, all on the CPU."""
 
     @abstractmethod
     def decode(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, variant: Variant = PLAIN
     ) -> torch.Tensor:
-        """Attention of one layer of the step, where the model runs.
+        """Attention of one layer of the step, on the model's device.
 
         Args:
             q: [B, Hq, D]. k, v: [B, H, D], this step's token of each request. scale: multiplies q.k.
@@ -72,12 +72,11 @@ class Device(ABC):
 
     @abstractmethod
     def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended | None) -> None:
-        """An extend pass.
+        """Begin an extend pass.
 
         Args:
-            appended: called once for every layer without a window and request with new tokens, by whatever thread,
-                before `finish` returns. None: what is appended are drafts, not all of which will be there to stay:
-                windows keep what they have.
+            appended: called once for every layer without a window and every request with new tokens, by any thread,
+                before `finish` returns. None: the new tokens are drafts, so the windows do not change.
         """
 
     def begin_mixed(
@@ -89,8 +88,8 @@ class Device(ABC):
         pages: torch.Tensor,
         policies: Sequence[Policy] | None,
     ) -> None:
-        """An extend pass in which a decode step rides along: its tokens, one a request, come after those of
-        `requests`. Arguments as of `begin_extend` and `begin_decode`."""
+        """Begin an extend pass that includes a decode step. Its tokens, one a request, follow those of `requests`.
+        Arguments as for `begin_extend` and `begin_decode`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -100,55 +99,56 @@ class Device(ABC):
         """Attention of one layer of the extend pass.
 
         Args:
-            q: [T, Hq, D]. k, v: [T, H, D]; tokens of all requests, each at its `tokens`.
+            q: [T, Hq, D]. k, v: [T, H, D]. `ExtendRequest.tokens` is the slice of each request.
 
         Returns:
             [T, Hq, D] in q's dtype.
         """
 
     def begin_dummy(self) -> None:
-        """Decode layers until the next pass are nobody's: a warm-up, or the recording of a graph."""
-        raise RuntimeError("The CPU runs no decode steps that are nobody's; leave cuda_graphs out.")
+        """Decode layers until the next pass serve no request: a warm-up, or the recording of a graph."""
+        raise RuntimeError(
+            "SGLang asked for a decode step without requests, which the CPU does not run; leave cuda_graphs out."
+        )
 
     def finish(self) -> None:  # noqa: B027
-        """Wait until the host has all that the pass had for it, and raise the first failure of it."""
+        """Wait until the host has received everything from the pass, and raise its first failure."""
 
     def stats(self) -> dict[str, int]:
-        """Cumulative counts of what decode steps were on the device (`device/timeline.py`)."""
+        """Cumulative counts of decode steps on the device (`device/timeline.py`)."""
         return {}
 
     def abort(self) -> None:  # noqa: B027
-        """Drop a pass that failed where it was launched; the next one starts clean."""
+        """Drop a pass that failed at its launch; the next one starts clean."""
 
     def close(self) -> None:  # noqa: B027
-        """Give back what the device's driver knows of host memory."""
+        """Unregister host memory from the device's driver."""
 
 
 class DeviceMaker(ABC):
-    """What there is of a device before the model is: its library, and what it has to do with the pools."""
+    """Sets up a device before the model is loaded: its library, and its access to the pools."""
 
     def select(self) -> None:  # noqa: B027
         """Use the device that SGLang has chosen for this process."""
 
     def beside(self) -> Beside:
-        """What the CPU's workers are beside."""
+        """What shares the machine with the CPU's workers."""
         return ALONE
 
     @abstractmethod
     def reserved_tokens(self, shape: KVShape, config: FluxionConfig, host_tokens: int) -> int:
-        """Tokens of KV, all layers, for which there is no room on the device because passes, copies of tiles, and
-        metadata of a host pool of so many tokens need it."""
+        """The device memory of passes, copies of tiles and metadata of `host_tokens`, in tokens of KV of all layers."""
 
     def request_tokens(self, shape: KVShape, config: FluxionConfig, group: int, max_tokens: int) -> int:
-        """The same for each request of at most so many tokens, beside its window. group: query heads of a KV head."""
+        """The same for each request of up to `max_tokens`, beside its window. group: query heads per KV head."""
         return 0
 
     @abstractmethod
     def adopt(self, pool: HostPool) -> None:
-        """Make the pool's memory readable by the device, for as long as the process lives.
+        """Make the pool's memory readable by the device until the process ends.
 
         Raises:
-            DeviceError: it cannot be.
+            DeviceError: the memory cannot be registered.
         """
 
     @abstractmethod
@@ -164,24 +164,24 @@ class DeviceMaker(ABC):
         max_tokens: int,
         config: FluxionConfig,
     ) -> Device:
-        """The device of a model.
+        """Make the device of a model.
 
         Args:
-            scales: of q.k, of every layer. max_requests: of a batch. max_tokens: of a request.
-            config: cuda_graphs and hot_tiles_gb count.
+            scales: multiplies q.k, by layer. max_requests: largest batch. max_tokens: longest request.
+            config: the device uses cuda_graphs and hot_tiles_gb.
 
         Raises:
-            ConfigError: a model that it cannot serve.
+            ConfigError: the device cannot serve the model.
         """
 
 
 def maker_of(device: str) -> DeviceMaker | None:
-    """What serves tensors on `device` ("cuda", "cuda:1", "cpu"); None: the CPU is the device.
+    """The maker for tensors on `device` ("cuda", "cuda:1", "cpu"); None: the CPU is the device.
 
-    FLUXION_DEVICE=sim, for tests, has the CPU's tensors served as a device's by the simulated one.
+    For tests, FLUXION_DEVICE=sim serves the CPU's tensors by a simulated device.
 
     Raises:
-        DeviceError: the library is missing or does not fit.
+        DeviceError: the library is missing or has another version.
     """
     name = "sim" if os.environ.get("FLUXION_DEVICE") == "sim" else device.partition(":")[0]
     if name == "cpu":

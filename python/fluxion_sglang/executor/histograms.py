@@ -1,4 +1,4 @@
-"""How much of the KV single requests read in single steps, by policy: histograms on SGLang's own `/metrics`."""
+"""Histograms of the KV bytes that a request reads in a step, by policy, on SGLang's `/metrics`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from fluxion_sglang.native import NativeEngine
 
 SAMPLED = 16
-"""One step in so many is looked at."""
+"""Sampling interval in steps."""
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 0.999, 1.0)
-"""Ends of the buckets of shares; the last but one tells what reads everything from what reads nearly everything."""
+"""Upper bounds of the buckets of shares; 0.999 separates nearly everything from everything."""
 BYTES = tuple(float(4**i) for i in range(5, 17))
-"""Those of bytes: from 1 KiB to 4 GiB."""
+"""Upper bounds of the buckets of bytes: 1 KiB to 4 GiB."""
 
 DESCRIBED = {
     "read_bytes": "Bytes of K and V of the middle that a request read for one decoded token in all layers, by the name "
@@ -28,14 +28,14 @@ DESCRIBED = {
     "read_share": "Share of its middle that a request read for one decoded token: the budgets of its heads as they "
     f"came out. Requests without a middle are left out. By the name of its policy, of one step in {SAMPLED}.",
 }
-"""Name of a histogram -> its text."""
+"""Help text of each histogram."""
 
 
 class ReadHistograms(Observer):
-    """Observes one step in `sampled`. The label is the first word of a spec: arguments may be any client's.
+    """Observes one step in `sampled`. The label is the first word of a spec, because clients choose the arguments.
 
     Args:
-        native: whose reads they are.
+        native: the engine whose reads are counted.
     """
 
     def __init__(self, native: NativeEngine, shape: KVShape, sampled: int = SAMPLED) -> None:
@@ -47,9 +47,9 @@ class ReadHistograms(Observer):
         self._native, self._layers, self._every = native, shape.layers, sampled
         self._token_bytes = shape.token_bytes
         self._steps = 0
-        self._names: list[str] = []  # of the policies of the step at hand; empty where it is not looked at
+        self._names: list[str] = []  # policies of the current step; empty if it is not sampled
         self._middle: list[int] = []
-        self._done = self._counted = 0  # of its layers; of those, the ones that have a middle
+        self._done = self._counted = 0  # finished layers; finished layers with a middle
         self._reads = self._sum = torch.zeros(0, shape.kv_heads, 2, dtype=torch.int64)
 
     def began(self, step: DecodeStep, policies: Sequence[Policy]) -> None:
@@ -68,7 +68,7 @@ class ReadHistograms(Observer):
 
     def decoded(self, layer: Layer) -> None:
         if not self._names or layer.index != self._done:
-            return  # a layer before it failed
+            return  # an earlier layer failed
         self._done += 1
         if layer.variant.window is None:
             self._counted += 1

@@ -1,4 +1,4 @@
-"""The CPU as the device: every pass is computed where it is called."""
+"""The CPU as the device: every pass is computed synchronously on the calling thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fluxion_sglang.predictor.features import PARTS
 
 
 class HostLayer(Layer):
-    """A layer whose windows are in host memory: the workers do all of it."""
+    """A layer whose windows are in host memory; the workers compute all of it."""
 
     def look(self, native: NativeEngine) -> torch.Tensor:
         assert self.window is not None
@@ -28,22 +28,22 @@ class HostLayer(Layer):
 
     def begin(self, native: NativeEngine, plan: NativePlan, parts: torch.Tensor | None) -> None:
         assert self.out is not None
-        # What was looked at first has the token and its residents behind it.
+        # After `look`, the token is already appended and the residents are attended to.
         k, v = (self.k, self.v) if parts is None else (None, None)
         native.layer_begin(plan, self.of, self.q, k, v, self.out)
 
 
 class HostDevice(Device):
-    """Windows are in host memory, and the engine computes resident tokens and the middle together."""
+    """Windows are in host memory; the engine computes residents and middle together."""
 
     mixes = True
 
     def __init__(self, pool: HostPool, windows: Windows, engine: DecodeEngine, prefill_budget: float = 1.0) -> None:
         self._pool, self._windows, self._engine = pool, windows, engine
         self._prefill_budget = prefill_budget
-        self._layers: dict[int, tuple[float, Variant, AttentionLayer]] = {}  # the newest of each layer
+        self._layers: dict[int, tuple[float, Variant, AttentionLayer]] = {}  # the latest of each layer
         self._requests: Sequence[ExtendRequest] = ()
-        self._appended: Appended | None = None  # None: of drafts
+        self._appended: Appended | None = None  # None: drafts
         self._riders = 0
 
     def heal(self, row: int, n: int, pages: torch.Tensor) -> None:
@@ -71,7 +71,7 @@ class HostDevice(Device):
         variant: Variant,
         out: torch.Tensor,
     ) -> HostLayer:
-        """A layer for `attend`, in any number of steps; arguments and result `out` as of `decode`."""
+        """Build a layer for `attend`, reusable in many steps. Arguments and the result `out` as for `decode`."""
         known = self._layers.get(index)
         if known is None or (known[0], known[1]) != (scale, variant):
             window, newest = self._windows.layers[index], variant.window
@@ -91,21 +91,21 @@ class HostDevice(Device):
         )
 
     def attend(self, at: HostLayer) -> None:
-        """Attention of one layer of the step, of what its tensors hold now."""
+        """Compute attention of one layer of the step from the current contents of its tensors."""
         self._engine.attend(at)
         self._engine.attended(at)
 
     def add(self, program: NativeProgram, at: HostLayer) -> None:
-        """A layer of steps that a program computes."""
+        """Add a layer to a program that computes whole steps."""
         assert at.out is not None
         program.attend(self._engine.native, at.of, at.q, at.k, at.v, at.out)
 
     def plan_step(self) -> bool:
-        """Whether a program may compute the step's layers; then `planned` comes after them. No: they are `attend`'s."""
+        """Whether a program may compute the step's layers, followed by `planned`. If not, call `attend` for each."""
         return self._engine.plan_step()
 
     def planned(self) -> None:
-        """All layers of the step are computed."""
+        """The program has computed all layers of the step."""
         self._engine.served(len(self._windows.layers))
 
     def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended | None) -> None:
@@ -120,7 +120,7 @@ class HostDevice(Device):
         pages: torch.Tensor,
         policies: Sequence[Policy] | None,
     ) -> None:
-        """`DecodeEngine.corrupt` gets the riders' numbers first, and then those of `requests`."""
+        """`DecodeEngine.corrupt` numbers the decode step's requests first, then `requests`."""
         self.begin_decode(rows, lengths, pages, policies)
         self._requests, self._appended, self._riders = requests, appended, len(rows)
 

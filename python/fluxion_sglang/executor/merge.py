@@ -1,4 +1,4 @@
-"""Attention over part of the keys, and the exact merge of two parts by log-sum-exp.
+"""Attention over part of the keys, and the exact merge of two parts by log-sum-exp (LSE).
 
 LSE is the natural log of the sum of exp(scaled score) everywhere in this project.
 """
@@ -23,7 +23,7 @@ def attention_with_lse(
     tokens, q_heads, dim = q.shape
     heads, keys = k.shape[0], k.shape[1]
     group = q_heads // heads
-    # KV heads take the kernel's batch dimension, so that a group shares its keys by a zero stride: no copy for GQA.
+    # KV heads are the kernel's batch dimension. A group shares its keys through a zero stride, so GQA needs no copy.
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.view(tokens, heads, group, dim).permute(1, 2, 0, 3),
         k.unsqueeze(1).expand(heads, group, keys, dim),
@@ -47,7 +47,7 @@ def merge_state(
         o [..., D] float32 and lse [...] float32; both parts empty give 0 and -inf.
     """
     lse = torch.logaddexp(lse_a, lse_b)
-    # An empty union would give exp(-inf - -inf) = nan; shifting by 0 there keeps both weights at exp(-inf) = 0.
+    # For an empty union, exp(-inf - -inf) would be nan. Shifting by 0 keeps both weights at exp(-inf) = 0.
     shift = torch.where(lse.isneginf(), torch.zeros_like(lse), lse)
     weight_a = (lse_a - shift).exp().unsqueeze(-1)
     weight_b = (lse_b - shift).exp().unsqueeze(-1)
@@ -55,15 +55,15 @@ def merge_state(
 
 
 _PIECE = 1 << 24
-"""Scores that `attention_in_pieces` computes at a time."""
+"""Scores per piece of `attention_in_pieces`."""
 
 
 def attention_in_pieces(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention_with_lse` by plain products in float32, on any device and for any type, with k, v: [S, H, D].
+    """`attention_with_lse` by matrix products in float32, for any device and dtype, with k, v: [S, H, D].
 
-    For what no kernel serves; slow, but some queries at a time, so that it needs little memory.
+    The fallback for shapes without a kernel. It is slow; it processes few queries at a time to bound memory.
     """
     tokens, q_heads, dim = q.shape
     keys, heads, _ = k.shape
@@ -74,7 +74,7 @@ def attention_in_pieces(
     for first in range(0, tokens, step):
         piece = q[first : first + step].float()
         rows = piece.shape[0]
-        # Queries of a group side by side: [H, rows * G, D].
+        # Queries of a group are adjacent: [H, rows * G, D].
         piece = piece.view(rows, heads, -1, dim).transpose(0, 1).reshape(heads, -1, dim)
         scores = torch.matmul(piece, k) * scale
         if causal:

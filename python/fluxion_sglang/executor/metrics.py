@@ -1,4 +1,4 @@
-"""Prometheus counters of what the decode engine did, on SGLang's own `/metrics` (`--enable-metrics`)."""
+"""Prometheus counters of the decode engine on SGLang's `/metrics` (`--enable-metrics`)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from prometheus_client import Counter
 
 PUBLISH_S = 0.5
-"""How far the counters by layer, group and part may be behind the steps."""
+"""Longest delay of the counters by layer, group and part."""
 
 FILES_BYTES: Final = 4 << 20
-"""Room that the files of a process's counters need at most, with SGLang's own in them."""
+"""Upper bound for the size of a process's counter files, including SGLang's."""
 
 _TASKS = "tasks_"
 _TASKS_TEXT = "Tasks (request, layer, group) computed, by executor."
@@ -52,12 +52,12 @@ _COUNTERS = {
     "disk_refused_pages": "Files that were not what had been written; they were removed, and computed again.",
     "arrived_tokens": "Tokens of prompts that came from a prefill server into the host pool; each rank counts its own.",
     "arrival_line_ns": "Time that these prompts waited for room in which to arrive.",
-    "arrival_copy_ns": "Time of copying them into the host pool, during which nobody decodes.",
+    "arrival_copy_ns": "Time of copying them into the host pool, during which no request decodes.",
     "device_wait_ns": "Time that the device waited for the CPU's part of layers: it stood idle.",
     "device_step_ns": "Time of decode steps on the device, from the first layer's queries to the last layer's "
     "attention.",
 }
-"""The engine's statistic -> text of its counter."""
+"""Help text of the counter of each engine statistic."""
 _CONTAINMENT: dict[str, tuple[str, tuple[str, ...]]] = {
     "contained_failures": (
         "Failures that ended a request and not the server, by the ring that caught them (docs/dev/faults.md). door: "
@@ -73,7 +73,7 @@ _CONTAINMENT: dict[str, tuple[str, tuple[str, ...]]] = {
         (),
     ),
 }
-"""Name of a counter of contained failures, in any process of the server -> its text and labels."""
+"""Help text and labels of the counters of contained failures, which any process of the server may have."""
 RINGS = ("door", "arrivals", "admission", "budgets", "passes", "loop", "outputs")
 """The rings of `sglang/containment/` that count failures."""
 _GAUGES = {
@@ -108,11 +108,11 @@ _ACCOUNTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("part",),
     ),
 }
-"""Name of a counter of `Totals` -> its text and labels."""
+"""Help text and labels of the counters made from `Totals`."""
 
 
 def described() -> dict[str, str]:
-    """What every metric counts, by its name on `/metrics`."""
+    """Help text of every metric by its name on `/metrics`."""
     counters = {"tasks": _TASKS_TEXT} | {_name(stat): text for stat, text in _COUNTERS.items()}
     counters |= {name: text for name, (text, _) in (_ACCOUNTS | _CONTAINMENT).items()}
     return {f"fluxion_{name}_total": text for name, text in counters.items()} | {
@@ -121,18 +121,18 @@ def described() -> dict[str, str]:
 
 
 def _name(stat: str) -> str:
-    """What the counter of a statistic is called; nanoseconds are published as seconds."""
+    """The counter name of a statistic; nanoseconds are published as seconds."""
     return "read_tokens" if stat == "tokens_read" else stat.replace("_ns", "_seconds")
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The accounts that a process keeps.
+    """The accounts of a process.
 
     Attributes:
-        totals: what they have now; any thread may ask.
-        layers, groups: the model's numbers of the layers and groups of this process.
-        first: other processes have other parts of the same steps, and this one counts the steps and their tokens.
+        totals: returns the current totals; any thread may call it.
+        layers, groups: indices in the model of this process's layers and groups.
+        first: this process counts steps and tokens; other processes have other parts of the same steps.
     """
 
     totals: Callable[[], Totals]
@@ -149,7 +149,7 @@ def _refused_specs() -> Counter:
 
 
 def count_refused_spec() -> None:
-    """A request was refused for its policy in a process that has no `EngineMetrics`; the counter is one."""
+    """Count a request that was refused for its policy, in a process that has no `EngineMetrics`."""
     _refused_specs().inc()
 
 
@@ -162,17 +162,17 @@ def _containment(name: str) -> Counter:
 
 
 def count_contained(ring: str) -> None:
-    """A failure was contained by a ring of `sglang/containment/`."""
+    """Count a failure that a ring of `sglang/containment/` contained."""
     _containment("contained_failures").labels(ring=ring).inc()
 
 
 def count_suspects(requests: int) -> None:
-    """`requests` requests are tried alone."""
+    """Count requests that are tried alone."""
     _containment("suspected_requests").inc(requests)
 
 
 def count_rebuilt() -> None:
-    """The pools were emptied after a failure."""
+    """Count a rebuild of the pools after a failure."""
     _containment("rebuilt_pools").inc()
 
 
@@ -186,8 +186,8 @@ class EngineMetrics:
         ConfigError: the disk has no room for the counters' files.
 
     Args:
-        kept: what is published by layer and group, at most every `PUBLISH_S` seconds by a thread of its own: there may
-            be hundreds of these counters, and a step must not wait for them.
+        kept: the accounts to publish by layer and group, at most every `PUBLISH_S` seconds and by a separate thread.
+            There may be hundreds of these counters, and a step must not wait for them.
     """
 
     def __init__(
@@ -210,13 +210,13 @@ class EngineMetrics:
         }
         gauges = {}
         for name, text in _GAUGES.items():
-            # Every rank has bytes of its own; tokens are the same for all.
+            # Bytes differ between ranks and add up; tokens are the same on all ranks.
             mode: Literal["livesum", "livemostrecent"] = "livesum" if name.endswith("_bytes") else "livemostrecent"
             gauges[name] = Gauge(f"fluxion_{name}", text, multiprocess_mode=mode)
             gauges[name].set(values.get(name, 0))
-        _containment.cache_clear()  # in the registry that this object's are in
+        _containment.cache_clear()  # register again in the current registry
         for name in _CONTAINMENT:
-            _containment(name)  # there before anything fails, with a sample of each ring
+            _containment(name)  # exists before anything fails, with a sample for each ring
         for ring in RINGS:
             _containment("contained_failures").labels(ring=ring)
         self._last: dict[str, int] = {}
@@ -253,10 +253,10 @@ class _AccountMetrics:
         self._last: dict[tuple[str, ...], float] = {}
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
-        self.publish()  # every group and part is there, also one that never reads anything
+        self.publish()  # creates all counters, also of groups that never read
 
     def changed(self) -> None:
-        """The totals have grown."""
+        """Wake the publishing thread: the totals have grown."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._main, name="fluxion-metrics", daemon=True)
             self._thread.start()
@@ -295,14 +295,14 @@ class _AccountMetrics:
 
 
 def _files_folder() -> Path | None:
-    """Where prometheus_client keeps what processes count; None: in memory."""
+    """The folder of prometheus_client's counter files; None: counters are in memory."""
     folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
     return None if folder is None else Path(folder)
 
 
 def _check_room() -> None:
-    """Refuse a disk that has no room for the counters. They are mapped files with holes, and to write into a hole that
-    the disk cannot fill ends the process by a signal."""
+    """Raise ConfigError if the disk has no room for the counters. They are sparse memory-mapped files; a write into a
+    hole on a full disk kills the process by a signal."""
     folder = _files_folder()
     if folder is None:
         return
@@ -320,7 +320,7 @@ def _check_room() -> None:
 
 
 def _reserve_files() -> None:
-    """Fill the holes of this process's files while there is room."""
+    """Allocate the holes of this process's files while there is room."""
     folder = _files_folder()
     for path in () if folder is None else folder.glob(f"*_{os.getpid()}.db"):
         with path.open("r+b") as file:

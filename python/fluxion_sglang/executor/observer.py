@@ -1,6 +1,6 @@
-"""Who watches passes without a part in them: the interface of an observer.
+"""The interface of an observer, which watches passes without changing them.
 
-The options `audit` and `record` each ask for one; it comes through an entry point (`plugins.OBSERVERS`).
+The options `audit` and `record` each enable one; it comes through an entry point (`plugins.OBSERVERS`).
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Sees what an engine computes. Every method may be left out."""
+    """Receives what an engine computes. Every method is optional."""
 
     def began(self, step: DecodeStep, policies: Sequence[Policy]) -> None:
         """A decode step began; policies: one a request."""
 
     @property
     def watches(self) -> bool:
-        """Whether it wants to see the layers of the step that began."""
+        """Whether the observer needs the layers of the current step."""
         return True
 
     def decoded(self, layer: Layer) -> None:
-        """A layer of the step is done. The native engine has its result and reads; no layer is open. Not of steps that
-        no observer watches, nor of those whose tiles a device has chosen (option hot_tiles_gb)."""
+        """A layer of the step is done. The native engine has its result and reads; no layer is open. Not called for
+        steps that no observer watches, nor for steps whose tiles a device selected (option hot_tiles_gb)."""
 
     def prefilled(
         self, layer: int, request: ExtendRequest, wishes: Mapping[str, Any], queries: torch.Tensor, scale: float
     ) -> None:
-        """A chunk of a request that wants something recorded is in the host pool (on servers with the option record).
+        """A chunk of a request with `wishes` is in the host pool (on servers with the option record).
 
         Args:
-            wishes: what the request's custom_params want recorded of it.
-            queries: [m, Hq, D] on the CPU, of all its tokens. scale: multiplies q.k.
+            wishes: what to record, from the request's custom_params.
+            queries: [m, Hq, D] on the CPU, of all tokens of the chunk. scale: multiplies q.k.
         """
 
     def check(self, wishes: object, tokens: int) -> None:
-        """Whether a request of so many prompt tokens may have this recorded (`wishes` of `prefilled`).
+        """Check the `wishes` (as for `prefilled`) of a request of `tokens` prompt tokens.
 
         Raises:
-            ValueError: one sentence for the client.
+            ValueError: they are illegal; one sentence for the client.
         """
 
     def released(self, row: int) -> None:
         """The request in `row` has ended."""
 
     def count(self, stats: dict[str, int]) -> dict[str, int]:
-        """The engine's counts without what the observer itself had it do."""
+        """Correct the engine's counts: subtract the work that the observer itself caused."""
         return stats
 
 
 MakeObserver = Callable[["DecodeEngine", "FluxionConfig", Callable[[], "Identity"]], Observer]
-"""From the engine to watch, the server's options, and what a predictor of this server would be trained for."""
+"""Makes an observer from the engine, the server's options, and the identity of a predictor for this server."""

@@ -1,4 +1,4 @@
-"""The phases of a decode step, by which its time is told."""
+"""The phases of a decode step, for accounts of its time."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from enum import IntEnum
 
 
 class Phase(IntEnum):
-    """Where the time of a decode step goes; the phases make up the whole step."""
+    """A phase of a decode step; together they make up the whole step."""
 
     RESIDENT = 0
-    """Attention to the residents, where a policy sees them before it plans."""
+    """Attention to the residents, if a policy observes it before it plans."""
     FEATURES = 1
-    """What a policy is told of them: the numbers that describe each head."""
+    """Computing the features of each head for the policy."""
     PLAN = 2
-    """The policy, and what begins a step."""
+    """The policy, and the start of the step."""
     TASKS = 3
-    """From the start of a layer's queue to its last result; with the residents, where no policy sees them first."""
+    """From the start of a layer's queue to its last result; with the residents, if no policy observes them."""
     MODEL = 4
     """The model before the first layer's attention, and between the attention of two layers."""
     BETWEEN = 5

@@ -1,4 +1,4 @@
-"""What a prefill pass consists of."""
+"""The requests of a prefill pass."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class ExtendRequest:
 
     Attributes:
         row: its row in the request table.
-        start: tokens already in the host pool (radix hit, earlier chunks); any number, page aligned or not.
+        start: tokens already in the host pool (cache hit, earlier chunks); any number, page aligned or not.
         stop: tokens after this chunk.
         offset: index of its first token in the batch's flat q, k, v.
         pages: [>= ceil(stop / 16)] int32, its page list.
-        queries: how many of the last new tokens' queries are wanted once the host pool has the chunk.
+        queries: number of last queries to report once the host pool has the chunk.
         tree: [stop - start] int64: the new tokens are nodes of a tree (`NativePool.attend_chunk`); None: a chain.
     """
 
@@ -36,6 +36,6 @@ class ExtendRequest:
 
     @property
     def last_queries(self) -> slice:
-        """Those of its tokens whose queries are wanted, in the batch's flat q."""
+        """The slice of the batch's flat q with the queries to report."""
         tokens = self.tokens
         return slice(max(tokens.start, tokens.stop - self.queries), tokens.stop)

@@ -1,4 +1,4 @@
-"""What a layer's attention has beyond a softmax over every token up to its own."""
+"""Variants of a layer's attention beyond a causal softmax over all tokens."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant:
-    """One layer's.
+    """The attention variant of one layer.
 
     Attributes:
-        window: newest tokens that a token attends to, itself included (sliding-window attention); None: all.
-        sinks: [Hq] float32, contiguous: a logit of each head that joins the softmax and has no value (learned
-            attention sinks). None: there are none.
+        window: number of newest tokens that a token attends to, itself included (sliding-window attention); None: all.
+        sinks: [Hq] float32, contiguous: a logit of each head that joins the softmax and has no value (learned attention
+            sinks). None: there are none.
         cap: logits are cap * tanh(logit / cap) (logit soft capping); 0: they are not capped.
     """
 

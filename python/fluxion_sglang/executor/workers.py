@@ -1,4 +1,4 @@
-"""The CPU executor's threads (`csrc/runtime/worker_pool.h`): how many, and on which cores."""
+"""Chooses number and cores of the CPU worker threads (`csrc/runtime/worker_pool.h`)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Beside:
-    """What the workers are beside.
+    """Other threads that share the cores with the workers.
 
     Attributes:
-        busy: threads of this rank's that need a core each, the calling one not counted.
-        spin_us: as of `Workers`.
+        busy: threads of this rank that need a core each, without the calling thread.
+        spin_us: as for `Workers`.
     """
 
     busy: int = 0
@@ -33,16 +33,16 @@ ALONE = Beside()
 
 
 def create_workers(config: FluxionConfig, rank: int = 0, ranks: int = 1, beside: Beside = ALONE) -> Workers:
-    """The worker pool that `config` asks for: by default one thread a core, physical cores first, and no more than the
-    control group has CPU time for, less what others need.
+    """Create the worker pool of `config`. The default is one thread a core, physical cores first, limited by the
+    control group's CPU time, minus the threads in `beside`.
 
-    The calling thread counts as a worker and is never pinned; the others are pinned to this rank's share of
-    `config.cores`, in the order given, or of the cores that the process may use. Where a quota leaves some of these
-    without a worker, nobody is pinned: another container on the machine would pin its own to the same first ones.
+    The calling thread counts as a worker and is never pinned. The others are pinned to this rank's share of
+    `config.cores`, in the order given, or of the cores that the process may use. If a quota leaves some of these cores
+    without a worker, no thread is pinned: another container on the machine would pin its threads to the same cores.
 
     Args:
         rank, ranks: this process among those that share the machine's cores, rank < ranks.
-        beside: what leaves them less than that, unless `config.workers` names a number.
+        beside: other busy threads; subtracted unless `config.workers` gives a number.
     """
     machine = topology()
     named = config.core_list()
@@ -54,27 +54,27 @@ def create_workers(config: FluxionConfig, rank: int = 0, ranks: int = 1, beside:
 
 
 def within_quota(cores: int, quota: float, ranks: int) -> int:
-    """Threads for one of `ranks` that has so many cores. quota: cores' worth of time for all ranks; below 0: any.
+    """Number of threads of a rank with `cores` cores. quota: CPU time of all ranks in cores; below 0: unlimited.
 
-    A thread more than the quota would have all of them stopped for the rest of every period (100 ms).
+    More threads than the quota would all be throttled for the rest of every period (100 ms).
     """
     return cores if quota < 0 else min(cores, max(int(quota / ranks), 1))
 
 
 def share_of(cores: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
-    """What one rank has of cores that `ranks` divide: each as many, no core for two unless there are too few."""
+    """The share of one rank of `ranks`: equal shares, and no core for two ranks unless there are too few."""
     share = len(cores) // ranks
     return cores[rank * share : (rank + 1) * share] or [cores[rank % len(cores)]]
 
 
 def share_of_machine(machine: Mapping[str, Any], rank: int, ranks: int, root: Path = Path("/")) -> Sequence[int]:
-    """What one rank has of all cores: whole physical ones, those of a NUMA node together, their first threads first.
+    """The share of one rank of the machine: whole physical cores, grouped by NUMA node, first hardware threads first.
 
     Args:
-        machine: as `topology` says. root: where its /sys is.
+        machine: the result of `topology`. root: root of its /sys.
     """
     node = {core: node["id"] for node in machine["numa"] for core in node["cores"]}
-    threads: dict[int, list[int]] = {}  # of each physical core
+    threads: dict[int, list[int]] = {}  # by physical core
     for core in map(int, machine["cores"]):
         threads.setdefault(_first_thread(core, root), []).append(core)
     physical = sorted(threads.values(), key=lambda of_one: (node.get(of_one[0], 0), of_one[0]))
@@ -85,7 +85,7 @@ def share_of_machine(machine: Mapping[str, Any], rank: int, ranks: int, root: Pa
 
 
 def _first_thread(core: int, root: Path) -> int:
-    """The first hardware thread of a core's physical core; the core itself where /sys does not say."""
+    """The first hardware thread of a core's physical core; the core itself if /sys does not tell."""
     try:
         siblings = (root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
     except OSError:

@@ -1,1 +1,1 @@
-"""Where KV lives: the host pool, the device windows, and the page tables that address them."""
+"""KV storage: the host pool, the device windows, and the page tables that address them."""

@@ -1,8 +1,8 @@
 """The host KV pool: tiles, block metadata and moments of every page, in host memory, shared by all requests.
 
 The pool has no allocator. Its page ids are SGLang's: the stock paged allocator and radix tree run in a logical space
-as large as this pool, so sharing, eviction and reuse of pages are theirs, and metadata keyed by page is shared with
-the KV it describes.
+as large as this pool. SGLang therefore shares, evicts and reuses pages, and requests that share a page share its
+metadata.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fluxion_sglang.native import NativePool, Workers, pool_bytes, row_bytes
 GIB = 1 << 30
 
 SPREAD = 1.0
-"""How blocks are ranked: by Quest's bound (KernelTable::score). A predictor is trained for it."""
+"""The ranking of blocks: Quest's bound (KernelTable::score). A predictor is trained for it."""
 MAX_PAGES = (1 << 27) - 1
 """Most pages of a pool: SGLang's request table holds slots, 16 to a page, as int32."""
 
@@ -45,7 +45,7 @@ class KVShape:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's keys and values in the host pool, one layer."""
+        """Bytes of a token's keys and values in the host pool, in one layer."""
         return 2 * self.kv_heads * row_bytes(self.head_dim, self.dtype, self.int8)
 
     def pool_bytes(self, tokens: int) -> int:
@@ -99,16 +99,16 @@ class HostPool(NativePool):
 
     @property
     def memory(self) -> torch.Tensor:
-        """[bytes] uint8: the whole pool, for a device that is to read it in place; every byte has been touched."""
+        """[bytes] uint8: the whole pool, for a device that reads it in place; every byte has been touched."""
         return self.tensor("memory", 0)
 
     @cached_property
     def stored(self) -> torch.Tensor:
-        """[layers, H, P, bytes] uint8: view of every tile, in whatever way it is stored; no copy."""
+        """[layers, H, P, bytes] uint8: view of the stored bytes of every tile; no copy."""
         shape = self.shape
         tile = 2 * PAGE * row_bytes(shape.head_dim, shape.dtype, shape.int8)
         first, second = (self.tiles(layer).data_ptr() for layer in (0, min(1, shape.layers - 1)))
-        # Every layer has as many bytes as any other, with its metadata behind its tiles.
+        # Layers have equal size; each layer's metadata follows its tiles.
         return self.memory.as_strided(
             (shape.layers, shape.kv_heads, self.pages, tile),
             (second - first, self.pages * tile, tile, 1),

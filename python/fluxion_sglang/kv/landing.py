@@ -1,7 +1,7 @@
-"""Where KV that another server computed arrives: plain pages, for as long as a transfer takes.
+"""A landing zone for KV that another server computed: plain pages that are reserved during a transfer.
 
-A transfer writes pages of [16, H, D] keys, and as many of values, where it is told to. The host pool has another layout
-and metadata besides, so what has arrived is appended to it from here, and its pages are free for the next transfer.
+A transfer writes pages of keys [16, H, D], and of values, at given addresses. The host pool has another layout and
+metadata. So arrived pages are appended to the host pool, and the zone's pages are freed for the next transfer.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Run(NamedTuple):
 
 
 class LandingZone:
-    """Room for `pages` pages, in runs, first come first served.
+    """Allocates runs of its `pages` pages, first come first served.
 
-    Not thread-safe: its process's scheduler alone gives room and takes it back. Writers come from elsewhere, and only
-    into runs that somebody has.
+    Not thread-safe: only its process's scheduler allocates and frees runs. Other processes write, only into allocated
+    runs.
 
     Args:
-        shape: of the host pool; here keys and values have its dtype, whatever the host pool stores.
+        shape: of the host pool. Keys and values have its dtype here, even if the host pool stores int8.
 
     Attributes:
-        keys, values: of each layer, [pages, 16, H, D].
+        keys, values: by layer, [pages, 16, H, D].
     """
 
     def __init__(self, shape: KVShape, pages: int) -> None:
@@ -41,19 +41,19 @@ class LandingZone:
         size = (pages, PAGE, shape.kv_heads, shape.head_dim)
         self.keys, self.values = ([torch.zeros(size, dtype=shape.dtype) for _ in range(shape.layers)] for _ in range(2))
         self._runs: dict[Hashable, Run] = {}
-        self._line: dict[Hashable, int] = {}  # who waits, first come first, and since when
+        self._line: dict[Hashable, int] = {}  # waiting requests in order of arrival, with the time since when
         self._stats = dict.fromkeys(("arrived_tokens", "arrival_line_ns", "arrival_copy_ns"), 0)
 
     @staticmethod
     def nbytes(shape: KVShape, pages: int) -> int:
-        """Memory of a zone of so many pages."""
+        """Memory of a zone of `pages` pages."""
         return 2 * shape.layers * pages * PAGE * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
 
     def ask(self, who: Hashable, pages: int) -> Run | None:
-        """The run of `who`, or None while those who asked before wait, or while there is none of so many pages.
+        """Allocate a run of `pages` pages for `who`. None while earlier requests wait, or while there is no such gap.
 
         Raises:
-            ValueError: there never will be.
+            ValueError: the zone is smaller.
         """
         if (own := self._runs.get(who)) is not None:
             return own
@@ -69,7 +69,7 @@ class LandingZone:
         return self._runs[who]
 
     def leave(self, who: Hashable) -> None:
-        """`who` needs no room any more, or does not wait any more; nobody writes into its run."""
+        """Free the run of `who`, or remove it from the queue. Its writers must have ended."""
         self._runs.pop(who, None)
         self._line.pop(who, None)
 
@@ -79,12 +79,12 @@ class LandingZone:
         return self.keys[layer][of].flatten(0, 1)[:count], self.values[layer][of].flatten(0, 1)[:count]
 
     def arrived(self, tokens: int, copy_ns: int) -> None:
-        """So many tokens of a run are in the host pool now, after so much time."""
+        """Count `tokens` tokens of a run that are now in the host pool, copied in `copy_ns`."""
         self._stats["arrived_tokens"] += tokens
         self._stats["arrival_copy_ns"] += copy_ns
 
     def stats(self) -> dict[str, int]:
-        """Cumulative; names of `executor/metrics.py`."""
+        """Cumulative counts, named as in `executor/metrics.py`."""
         return dict(self._stats)
 
     def _gap(self, pages: int) -> int | None:

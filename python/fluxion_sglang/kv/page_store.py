@@ -1,8 +1,8 @@
-"""Pages of KV in files, so that what was prefilled is there after a restart.
+"""Stores pages of KV in files, so that prefilled prompts survive a restart.
 
 A file has one page, 16 tokens of every layer and KV head of a process, as the host pool stores it. Metadata and moments
-are not in it: they follow from the tiles, bit for bit. A file is what was written, or it is refused: it begins with a
-checksum of its name and all that follows.
+are not stored: they are computed from the tiles, bit for bit. A file begins with a checksum of its name and its
+contents; a file that does not match is refused.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ import xxhash
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Of the files; another one is in another folder."""
+"""Version of the files; each version has its own folder."""
 _SUM = 16  # bytes of a checksum
 _READERS = 8
-"""Threads that read: an NVMe disk needs several requests at once, and a file is small."""
+"""Reading threads: files are small, and an NVMe disk needs several concurrent requests."""
 _TOUCH_NS = 60 * 10**9
-"""A file's own time of use is this far behind at most."""
+"""Longest delay of a file's modification time behind its last use."""
 _LOOK_S = 300.0
-"""What other processes have written to the folder is known so long after."""
+"""Longest delay until files of other processes are noticed, in seconds."""
 _BATCH = 64
-"""Files that are checked before the first bad one among them ends the search."""
+"""Files checked at a time; the search ends after the first batch with a bad file."""
 
 Page = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class BadPage(RuntimeError):
-    """A file is not what was written, or it is not there."""
+    """A file is missing, or does not match its checksum."""
 
 
 class PageStore:
-    """The pages of one model, of one process of a server, in a folder; several processes may have the same.
+    """The pages of one model and one process of a server, in a folder that several processes may share.
 
-    Names are SGLang's: each is a hash of all tokens up to the page's last, and of the request's salt. The folder is of
-    this process's user, and of a group of its own at most: what a page has can be turned back into a prompt.
+    Names are SGLang's: each is a hash of all tokens up to the page's last, and of the request's salt. The folder must
+    belong to this process's user, and be accessible to at most its own groups, because a page reveals its prompt.
 
     Args:
-        folder: for the pages of every model; each manifest has a folder in it.
-        manifest: what pages depend on besides their tokens. It is written beside them for people to read.
-        page_bytes: of a page.
-        limit: most bytes of this manifest's files; the pages that were used least recently make room.
+        folder: root folder for all models; each manifest has a subfolder.
+        manifest: everything beside the tokens that determines a page's bytes. It is also written there, for people.
+        page_bytes: bytes of a page.
+        limit: most bytes of this manifest's files; the least recently used pages are removed.
 
     Attributes:
-        read_pages, written_pages, refused_pages: how many were read for requests, written, and found to be bad.
+        read_pages, written_pages, refused_pages: pages read for requests, written, and found to be bad.
 
     Raises:
-        OSError: the folder cannot be made, or not be written to, or others may.
+        OSError: the folder cannot be made or written, or other users have access.
     """
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any], page_bytes: int, limit: int) -> None:
@@ -75,12 +75,12 @@ class PageStore:
         _check_private(self.folder)
         self._seed = self.folder.name.encode()
         self._lock = threading.Lock()
-        # Guarded by it: the files that this process knows of, the one used least recently first, each with the time of
-        # use that the file itself has; those that this process has read or written.
+        # Guarded by _lock: the known files in order of use, least recent first, each with the time of use that is
+        # stored in the file system; and the files that this process has read or written.
         self._files: OrderedDict[str, int] = OrderedDict()
         self._sound: set[str] = set()
         self._unreadable: set[str] = set()
-        self._looked = 0.0  # of the thread that writes: when the folder was looked at
+        self._looked = 0.0  # used by the writing thread: time of the last scan
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="fluxion-disk")
         self._replace(self.folder / "manifest.json", [text.encode()])
         self._find()
@@ -93,9 +93,9 @@ class PageStore:
         return _SUM + self.page_bytes
 
     def leading(self, keys: Sequence[str]) -> int:
-        """How many of the first pages are there and sound. A file that this process sees first is read for it.
+        """The number of leading pages that exist and are sound. A file new to this process is read to check it.
 
-        They count as used: what is written next will not push them out before they are read.
+        The pages count as used, so later writes do not evict them before they are read.
         """
         missing = (i for i, key in enumerate(keys) if not self._exists(key))
         there = keys[: next(missing, len(keys))]
@@ -114,26 +114,26 @@ class PageStore:
         return sound
 
     def read(self, keys: Sequence[str], put: Callable[[int, Page], None]) -> None:
-        """Give page i, [page_bytes] uint8, to put(i, page), on several threads at once.
+        """Pass each page, [page_bytes] uint8, to put(i, page), on several threads.
 
         Raises:
-            BadPage: one of them is bad; others may have been put. Nothing is put any more.
+            BadPage: a page is bad; others may have been put. No thread calls `put` any more.
         """
 
         def one(i: int) -> None:
             put(i, self._load(keys[i]))
 
         futures = [self._readers.submit(one, i) for i in range(len(keys))]
-        wait(futures)  # whoever gets the pages next must be the only one that writes to them
+        wait(futures)  # no reader may still write to the pages when the caller frees them
         for future in futures:
             future.result()
         self.read_pages += len(keys)
 
     def write(self, key: str, page: Page) -> None:
-        """Write one page, [page_bytes] uint8, unless a sound one is there. On a full disk the oldest page makes room.
+        """Write one page, [page_bytes] uint8, unless a sound one exists. On a full disk it replaces the oldest page.
 
         Raises:
-            OSError: it cannot be written; what is there stays as it is.
+            OSError: the page cannot be written; an existing file stays.
         """
         if key in self._sound:
             return
@@ -155,7 +155,7 @@ class PageStore:
         self.written_pages += 1
 
     def used(self, keys: Sequence[str], now_ns: int | None = None) -> None:
-        """Pages of one prompt, in its order, are in use: of them the first is to go last."""
+        """Mark pages of one prompt, given in order, as used. The first page is evicted last."""
         now = time.time_ns() if now_ns is None else now_ns
         for i, key in enumerate(reversed(keys)):
             with self._lock:
@@ -172,7 +172,7 @@ class PageStore:
         self._readers.shutdown(cancel_futures=True)
 
     def _find(self) -> None:
-        """Know the files that are there, of whatever process, oldest first; what one left half written goes."""
+        """Scan the folder for files of any process, oldest first, and remove abandoned temporary files."""
         self._looked, began = time.monotonic(), time.time_ns()
         found: list[tuple[int, str]] = []
         for shard in os.scandir(self.folder):
@@ -188,8 +188,8 @@ class PageStore:
         with self._lock:
             before = self._files
             self._files = OrderedDict((name, at) for at, name in sorted(found))
-            self._files |= {name: at for name, at in before.items() if at >= began}  # too late to be found
-            # What was looked up just now is to be there when it is read, whatever its file says.
+            self._files |= {name: at for name, at in before.items() if at >= began}  # newer than the scan
+            # Keep pages at the recent end that were just looked up, whatever their files' times: they will be read.
             for name in list(before)[len(before) * 7 // 8 :]:
                 if name in self._files:
                     self._files.move_to_end(name)
@@ -207,11 +207,11 @@ class PageStore:
         return checksum.digest()
 
     def _load(self, key: str) -> Page:
-        """A page's bytes. Raises BadPage, and removes a file that is not what was written."""
+        """A page's bytes. Raises BadPage, and removes a file that does not match its checksum."""
         try:
             with open(self._path(key), "rb", buffering=0) as file:
                 header, page = bytearray(_SUM), np.empty(self.page_bytes + 1, np.uint8)
-                # One byte more than there should be: a file that is too long is no better than one too short.
+                # Read one byte more than expected to detect a file that is too long.
                 size = os.readv(file.fileno(), [header, page.data])
                 while 0 < size < self.file_bytes:
                     more = os.readv(file.fileno(), [page.data[size - len(header) :]])
@@ -253,7 +253,7 @@ class PageStore:
             pass
 
     def _remove_oldest(self) -> bool:
-        """False: there is none."""
+        """Remove the least recently used page; False if there is none."""
         with self._lock:
             key = next(iter(self._files), None)
         if key is not None:
@@ -266,12 +266,12 @@ class PageStore:
             os.unlink(self._path(key))
 
     def _forget(self, key: str) -> None:
-        """With the lock."""
+        """Drop a page from the index; the caller holds the lock."""
         self._files.pop(key, None)
         self._sound.discard(key)
 
     def _replace(self, path: Path, parts: Iterable[bytes | memoryview], key: str | None = None) -> None:
-        """A file at once: readers see the old one or the new one. key: of the page that it has."""
+        """Write a file atomically: readers see the old or the new one. key: of the page that it contains."""
         handle, beside = tempfile.mkstemp(prefix=".", dir=path.parent)
         try:
             with os.fdopen(handle, "wb", buffering=0) as file:
@@ -292,8 +292,8 @@ class PageStore:
 
 
 def _check_private(folder: Path) -> None:
-    """Raise PermissionError where another user may read a folder. Kubernetes gives a volume's files to a group of the
-    process (fsGroup)."""
+    """Raise PermissionError if another user can read a folder. Access for the process's groups is allowed, because
+    Kubernetes assigns a volume's files to one of them (fsGroup)."""
     status = folder.stat()
     if status.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, f"another user owns {folder}", str(folder))

@@ -1,7 +1,7 @@
 """The page lists of a batch, gathered from SGLang's request table once per forward pass.
 
-They are never kept between passes: after a prefill SGLang rebinds a request's row to the radix tree's canonical
-pages and frees the duplicates, so yesterday's list may name pages that belong to somebody else by now.
+They must not be kept between passes. After a prefill, SGLang rebinds a request's row to the radix tree's canonical
+pages and frees the duplicates, so an old list may name pages of another request.
 """
 
 from __future__ import annotations

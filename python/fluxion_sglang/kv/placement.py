@@ -1,7 +1,7 @@
 """Which tokens of a request are resident on the device, as pure functions of its length.
 
-Everything that has to agree on residency (windows, executors, policies, tests) asks here. The native engine
-holds the same formulas (`csrc/runtime/pool.h`); a test compares the two over every length.
+Windows, executors, policies and tests all use these functions. The native engine has the same formulas
+(`csrc/runtime/pool.h`); a test compares the two over every length.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ BLOCKS = (16, 32, 64, 128)
 class Placement:
     """Sinks and window of every request.
 
-    For a request of n tokens: resident = [0, min(sinks, n)) and [window_start(n), n); middle = everything between,
-    whole pages, read from the host only.
+    For a request of n tokens: resident = [0, min(sinks, n)) and [window_start(n), n). The middle is everything between,
+    in whole pages, and is read from the host only.
 
     Attributes:
         sinks: tokens kept from the start, a multiple of 16.

@@ -1,8 +1,8 @@
 """Device windows: the sinks and the most recent tokens of every request row, as a small pool of tiles.
 
 Row r of SGLang's request table owns slots [r * S, (r + 1) * S): sinks, then a ring. Residency is a pure function of
-(row, position), so there is no map from logical to device slots, nothing to allocate and nothing to free: a request
-that finishes, aborts or is retracted leaves its slots as they are.
+(row, position), so slots need no map and no allocation. A request that finishes, aborts or is retracted leaves its
+slots as they are.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from fluxion_sglang.kv.placement import PAGE
 
 
 class Windows:
-    """Windows of `rows` request rows, and what each row is known to hold.
+    """Windows of `rows` request rows, with the state that each row is known to hold.
 
-    A row is *current* for (generation, n) when its slots hold the residents of the request that took the row in that
-    generation, for its first n tokens. Whoever decodes asks `stale` first and refills what it names: a row copied
-    without a prefill, or skipped for any reason, heals itself from the host, which always holds everything.
+    A row is *current* for (generation, n) if its slots hold the residents of the first n tokens of the request that
+    took the row in that generation. Before a decode step, the caller calls `stale` and refills those rows from the host
+    pool, which always holds every token. This covers rows that were copied without a prefill or skipped.
 
     Attributes:
         layers: per layer [H, rows * S / 16, 2, 16, D], KV dtype: a tile pool addressed by row * S / 16 + slot page.

@@ -1,6 +1,6 @@
-"""Loading the native library.
+"""Loads the native library.
 
-The library does not know torch: tensors cross as DLPack through apache-tvm-ffi.
+The library does not depend on torch: tensors are passed as DLPack through apache-tvm-ffi.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 import tvm_ffi
 
 ABI_VERSION = 45
-"""What `abi_version` of a library that fits this file returns."""
+"""The required result of the library's `abi_version`."""
 
 _LIBRARY = Path(__file__).parents[1] / "_native" / "libfluxion.so"
 
-# These wait for other threads, or run long: Python threads go on meanwhile. The others return within
-# microseconds, and giving the lock away could cost them a whole switch interval.
+# Functions that wait for other threads or run long release the GIL. The others return within microseconds;
+# releasing the GIL could cost them a whole switch interval.
 _BLOCKING = frozenset(
     {
         "workers_create",
@@ -65,12 +65,12 @@ class NativeLibraryError(RuntimeError):
 
 
 def library_path() -> Path:
-    """Where the library is: FLUXION_LIBRARY, or beside this file."""
+    """The path of the library: FLUXION_LIBRARY, or beside this package's files."""
     return Path(os.environ.get("FLUXION_LIBRARY") or _LIBRARY)
 
 
 def check_complete(path: Path) -> None:
-    """Raises OSError unless an ELF file has all its segments: a truncated one kills the loader (SIGBUS)."""
+    """Raise OSError unless an ELF file has all its segments. A truncated one would kill the loader (SIGBUS)."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header = file.read(64)
@@ -98,7 +98,7 @@ def library() -> tvm_ffi.Module:
     """The loaded library.
 
     Raises:
-        NativeLibraryError: missing, unloadable, or of another ABI version.
+        NativeLibraryError: it is missing, cannot be loaded, or has another ABI version.
     """
     path = library_path()
     if not path.is_file():
@@ -124,15 +124,15 @@ def library() -> tvm_ffi.Module:
 
 
 def companion(path: Path, mend: str) -> tvm_ffi.Module:
-    """A library of another package, which calls this one's (`csrc/kernels/api.h`).
+    """Load a library of another package that calls this one (`csrc/kernels/api.h`).
 
     Args:
-        mend: what to do if it does not load, for the error.
+        mend: advice for the error message.
 
     Raises:
-        NativeLibraryError: either of the two is missing, cannot be loaded, or was built for another version.
+        NativeLibraryError: either library is missing, cannot be loaded, or was built for another version.
     """
-    library()  # The loader finds it by its name.
+    library()  # the loader finds it by its name
     try:
         check_complete(path)
         module = tvm_ffi.load_module(path)
@@ -164,17 +164,17 @@ def topology(root: str = "", cores: Sequence[int] = ()) -> dict[str, Any]:
     Returns:
         cores (list[int], best first), numa (list of {id, cores}), huge_pages ("always", "madvise", "never",
         "unknown"), cgroup_version (0, 1, 2), cgroup_limit_bytes and cgroup_available_bytes (-1: unlimited), cpu_quota
-        (cores' worth of time that the control group gives, a float; -1: unlimited), spin_us (what an idle worker waits
-        before it sleeps), mem_total_bytes, mem_available_bytes, available_bytes (the least of the two), isas
-        (list[str], of the library, that the CPU runs, best last), isa_of_cpu (the best that the CPU runs), isa (the one
-        in use) and isa_error (why none is, or "").
+        (CPU time of the control group in cores, a float; -1: unlimited), spin_us (time that an idle worker spins before
+        it sleeps), mem_total_bytes, mem_available_bytes, available_bytes (the smallest limit), isas (list[str], those
+        of the library that the CPU runs, best last), isa_of_cpu (the best that the CPU runs), isa (the one in use) and
+        isa_error (why there is none, or "").
     """
     report: dict[str, Any] = json.loads(str(function("topology_json")(root, torch.tensor(cores, dtype=torch.int32))))
     return report
 
 
 def without_best_isa(topology: dict[str, Any]) -> str:
-    """What to do about a library without the best instruction set of this CPU, in one sentence; "" if it has it."""
+    """Advice, in one sentence, if the library lacks the best instruction set of this CPU; "" otherwise."""
     best, built = topology["isa_of_cpu"], topology["isas"]
     if best in built:
         return ""

@@ -1,4 +1,4 @@
-"""A layer's plan in the native library's hands."""
+"""A layer's plan as an object of the native library."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fluxion_sglang.native.loading import function
 
 
 class NativePlan:
-    """One object that any number of layers take, for as long as its tensors stay as they are.
+    """A plan that any number of layers may use while its tensors are unchanged.
 
     Args:
-        blk, budget, value: as of `policy.base.LayerPlan`, which says what they mean.
-        owner: [B, H] int32, the executor that alone may take each task (0 cpu: the workers, 1 torch, 2 gpu), 3 for any;
-            None: any takes all. An executor takes its own before those for any, each by value.
-        kinds: handles of what is not done by blocks (`policy.base.TaskKind.handle`).
+        blk, budget, value: see `policy.base.LayerPlan`.
+        owner: [B, H] int32, the only executor that may take each task (0 cpu: the workers, 1 torch, 2 gpu), 3 for any;
+            None: any for all. An executor takes its own tasks before unowned ones, each in order of value.
+        kinds: handles of task kinds that are not done by blocks (`policy.base.TaskKind.handle`).
 
     Raises:
         ValueError: a shape or dtype that does not fit the others.
@@ -33,6 +33,6 @@ class NativePlan:
         owner: torch.Tensor | None = None,
         kinds: Sequence[Any] = (),
     ) -> None:
-        # The library has their addresses.
+        # Keep the tensors alive: the library holds their addresses.
         self._tensors = blk, budget, value, owner
         self.handle = function("plan_create")(*self._tensors, list(kinds) if kinds else None)

@@ -1,4 +1,4 @@
-"""The native pool and its workers. CPU tensors go in and out; nothing copies them."""
+"""The native pool and its workers. CPU tensors go in and out without copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NO_WINDOW = 2**31 - 1  # kNoWindow of kernels/table.h
 
 @tvm_ffi.register_error("CorruptMemory")
 class CorruptMemory(RuntimeError):
-    """Memory does not hold what was written to it: the canary's checks have found it. Whatever read it is no result."""
+    """The canary found memory that differs from what was written to it. Results that depend on it are invalid."""
 
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -38,7 +38,7 @@ def pool_bytes(
 
 
 def row_bytes(head_dim: int, dtype: torch.dtype, int8: bool = False) -> int:
-    """Of a key, or a value, as the pool stores it; a tile has 32."""
+    """Bytes of one key or one value as stored in the pool; a tile has 32 of them."""
     return head_dim + _SCALE if int8 else head_dim * dtype.itemsize
 
 
@@ -51,15 +51,14 @@ def _stored_id(dtype: torch.dtype, int8: bool) -> int:
 
 
 class Workers:
-    """Persistent threads that compute; the calling thread is one of them and is never pinned.
+    """Persistent compute threads. The calling thread is one of them and is never pinned.
 
     Args:
         count: threads, the caller included.
-        cores: int32 core numbers for the others, thread w on cores[w % len]; None: every core this process
-            may use.
-        spin_us: microseconds that idle threads wait for work before they sleep, unless FLUXION_SPIN_US or a quota of
-            CPU time says otherwise. None: what is best where the CPU is the device.
-        pinned: False leaves it to the scheduler on which of the cores a thread is.
+        cores: int32 core numbers for the others, thread w on cores[w % len]; None: every core this process may use.
+        spin_us: microseconds that idle threads spin for work before they sleep, unless FLUXION_SPIN_US or a quota of
+            CPU time decides. None: the best value if the CPU is the device.
+        pinned: False: the operating system places threads on any of the cores.
 
     Raises:
         ValueError: a bad count, or a core this process may not run on.
@@ -77,32 +76,31 @@ class Workers:
 
     @property
     def cores(self) -> list[int]:
-        """The cores that threads are dealt to."""
+        """The cores that threads are assigned to."""
         return [int(core) for core in str(function("workers_cores")(self.handle)).split(",")]
 
 
 class NativePool:
-    """Tiles, metadata, moments and, if wanted, sketches of every layer in one mapping (layouts: `tensor`).
+    """Tiles, metadata, moments and optional sketches of every layer in one mapping (layouts: `tensor`).
 
     Args:
         pages: page ids 0..pages-1; page 0 is padding.
         dtype: torch.bfloat16 or torch.float32: of queries, metadata and windows, and of keys and values.
-        int8: keys and values are stored in 8 bits instead, as integers with a scale for every token and head. They are
-            rounded when they are appended. Decode multiplies with what is stored; whatever else reads it gets it
-            rounded to bfloat16. dtype is torch.bfloat16 then.
-        sketched: every full page has a sketch of its keys, in four bits an element (`write_sketch` in
-            csrc/kernels/table.h).
-        sink_pages: logical pages below this number count into no coarse entry and no moments.
+        int8: keys and values are stored as 8-bit integers with a scale for every token and head, rounded on append.
+            Decode multiplies with the stored integers; other readers get values rounded to bfloat16. dtype must be
+            torch.bfloat16.
+        sketched: every full page has a sketch of its keys, 4 bits an element (`write_sketch` in csrc/kernels/table.h).
+        sink_pages: logical pages below this number are left out of coarse entries and moments.
         spread: share of the half width of a block's min/max box that its score counts, in (0, 1].
         isa: kernels to use, one of `topology()["isas"]`; None: the best, or FLUXION_ISA.
-        canary: share of the reads of tiles, metadata and sketches that are compared with sums that were made when they
-            were written, 0 to 1; a read that differs raises CorruptMemory, or fails its request in the engine
-            (`NativeEngine.corrupt`). The sums take 143 bytes a tile, and 8 more with sketches. Not compared are
-            moments, tags, and keys that policies of other packages score or predictors are measured with.
+        canary: share of the reads of tiles, metadata and sketches that are compared with checksums made at writing, 0
+            to 1. A read that differs raises CorruptMemory, or fails its request in the engine (`NativeEngine.corrupt`).
+            The checksums take 143 bytes a tile, and 8 more with sketches. Not compared are moments, tags, keys that
+            policies of other packages score, and keys that predictors are measured with.
 
     Raises:
         ValueError: a shape the kernels do not serve.
-        RuntimeError: the memory is not there.
+        RuntimeError: the memory cannot be allocated.
     """
 
     def __init__(
@@ -151,16 +149,16 @@ class NativePool:
         return str(function("pool_isa")(self.handle))
 
     def tensor(self, name: str, layer: int) -> torch.Tensor:
-        """A view of a layer's memory, which stays mapped as long as the view lives.
+        """A view of a layer's memory, which stays mapped while the view lives.
 
         Args (H KV heads, P pages, D head_dim):
-            name: "tiles" [H, P, 2, 16, D], KV dtype: K, then V, of a page. Of int8 [H, P, bytes] uint8
+            name: "tiles" [H, P, 2, 16, D], KV dtype: K, then V, of a page. With int8 [H, P, bytes] uint8
                 (`DType` in csrc/kernels/table.h).
-                "meta0".."meta3" [H, ceil(P / 2^j), 2, D], KV dtype: {min, max} over the keys of a block of
+            "meta0".."meta3" [H, ceil(P / 2^j), 2, D], KV dtype: {min, max} over the keys of a block of
                 2^j pages; coarse levels live at [last page >> j].
-                "tag1".."tag3" [ceil(P / 2^j)] int32: the last page of the block whose entry is there, or -1.
-                "moments" [H, P, 2 D + 8] float64: sums along the path of k, v, |k|^1..4, |v|^1..4.
-                "sketches" [H, P, bytes] uint8, of a pool that has them.
+            "tag1".."tag3" [ceil(P / 2^j)] int32: the last page of the block whose entry is there, or -1.
+            "moments" [H, P, 2 D + 8] float64: sums along the path of k, v, |k|^1..4, |v|^1..4.
+            "sketches" [H, P, bytes] uint8, if the pool has them.
             "memory" [bytes] uint8: all of the above, of all layers; whole pages of 4096 bytes.
         """
         view = self._views.get((name, layer))
@@ -169,17 +167,17 @@ class NativePool:
         return view
 
     def canary_counts(self) -> dict[str, int]:
-        """Cumulative: canary_checks, the tiles, entries and sketches that were compared; canary_mismatches of them."""
+        """Cumulative counts: canary_checks, of compared tiles, entries and sketches; canary_mismatches among them."""
         counts = torch.zeros(2, dtype=torch.int64)
         function("pool_canary_counts")(self.handle, counts)
         return {"canary_checks": int(counts[0]), "canary_mismatches": int(counts[1])}
 
     def sweep(self, most: int = 10) -> tuple[int, list[str]]:
-        """Compare everything that was ever written, while nobody writes.
+        """Compare the whole pool with its checksums. No thread may write meanwhile.
 
         Returns:
-            How many tokens, entries and sketches that was, of all layers and heads, and sentences about the first
-            `most` that differ.
+            The number of compared tokens, entries and sketches of all layers and heads, and sentences about the first
+                `most` mismatches.
 
         Raises:
             ValueError: the pool has no canary.
@@ -189,7 +187,8 @@ class NativePool:
         return int(checked[0]), found
 
     def append(self, layer: int, pages: torch.Tensor, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write tokens start..start+T-1 of a request, and what is derived from every page that this fills.
+        """Write tokens start..start+T-1 of a request, and the metadata, moments and sketches of every page that this
+        fills.
 
         Args:
             pages: [>= ceil((start + T) / 16)] int32, the request's pages from its first.
@@ -201,28 +200,28 @@ class NativePool:
         self._append(self.handle, layer, pages, start, k, v)
 
     def check(self, pages: torch.Tensor, start: int, count: int) -> None:
-        """Raise ValueError where `append` of so many tokens would."""
+        """Raise ValueError if `append` of `count` tokens would."""
         self._check(self.handle, pages, start, count)
 
     def adopt(self, layer: int, pages: torch.Tensor, start: int, count: int, described: bool = True) -> None:
-        """`append` of tokens that are in their tiles already: what follows from them and their path.
+        """Complete an `append` of tokens that are already in their tiles: compute everything derived from them.
 
-        Once for every write, when it is done and before anybody reads what it wrote.
+        Call it once for every write, after the write is done and before any read.
 
         Args:
-            described: metadata and own moments of the pages that they fill are there, too, because a device wrote
-                them (`DeviceLibrary.write_pages`).
+            described: a device has also written the metadata and own moments of the pages that it filled
+                (`DeviceLibrary.write_pages`).
 
         Raises:
-            ValueError: as in `append`.
+            ValueError: as for `append`.
         """
         self._adopt(self.handle, layer, pages, start, count, described)
 
     def forget_sums(self, pages: torch.Tensor) -> None:
-        """The canary knows no token of these pages (int32) any more, until somebody appends or adopts them.
+        """Drop the canary's checksums of these pages (int32), until tokens are appended or adopted.
 
         Raises:
-            ValueError: a page id out of range; nothing was forgotten.
+            ValueError: a page id out of range; nothing was dropped.
         """
         function("pool_forget_sums")(self.handle, pages)
 
@@ -273,28 +272,29 @@ class NativePool:
         tree: torch.Tensor | None = None,
         cap: float = 0.0,
     ) -> float:
-        """Attention of tokens start..start+T-1 of a request to themselves and all before them, which the pool has.
+        """Attention of tokens start..start+T-1 of a request to themselves and all tokens before them, in the pool.
 
-        Keys and values are read where they lie. Sums are float32; in bfloat16 the weights of the values are rounded
-        to it where the CPU multiplies it.
+        Keys and values are read in place. Sums are float32. In bfloat16 the attention weights are rounded to bfloat16
+        if the CPU has bfloat16 products.
 
         Args:
             pages: [>= ceil((start + T) / 16)] int32, the request's pages from its first.
             q: [T, Hq, D], KV dtype, [Hq, D] contiguous; Hq a multiple of the pool's KV heads.
             scale: multiplies q.k.
             out: [T, Hq, D], KV dtype, contiguous; overwritten.
-            budget: the largest share of earlier tokens that is read; below 1 the prefill is sparse. For some 64
-                queries and the heads of a group, blocks of 64 tokens are chosen that weigh most for one of these;
-                every eighth query is asked. Sinks, the nearest 256 tokens, and all for the last 256 queries, stay.
-            window: newest tokens that a token attends to, itself included; with one the prefill is exact. None: all.
+            budget: the largest share of earlier tokens that is read; below 1 the prefill is sparse. For about 64
+                queries and the heads of a group, it selects the blocks of 64 tokens with the largest weight for any of
+                them; every eighth query is scored. Sinks and the nearest 256 tokens are always read; the last 256
+                queries read everything.
+            window: newest tokens that a token attends to, itself included; the prefill is then exact. None: all.
             sinks: [Hq] float32: a logit of each head that joins the softmax and has no value. None: there are none.
-            tree: [T] int64, T at most 64 and at most `window`: the tokens are nodes of a tree, parents first, and bit i
-                of tree[t] says that token i is an ancestor of token t, or t itself. A token attends to these and to
-                all before the tree, exactly; its place is its depth. None: a chain.
+            tree: [T] int64, T at most 64 and at most `window`: the tokens are nodes of a tree, parents first. Bit i of
+                tree[t] says that token i is an ancestor of token t, or t itself. A token attends exactly to these and
+                to all tokens before the tree; its position is its depth. None: a chain.
             cap: logits are cap * tanh(scale * q.k / cap), above 0; 0: they are not capped.
 
         Returns:
-            The share that was read of what there was to read.
+            The share of the earlier tokens that was read.
 
         Raises:
             ValueError: a page id, position or shape that does not fit; nothing was written.

@@ -1,4 +1,4 @@
-"""What to read. `parse_spec` turns a spec string into a policy; `base.py` is the interface of one."""
+"""Sparse attention policies. `parse_spec` turns a spec string into a policy; `base.py` defines the interface."""
 
 from fluxion_sglang.policy.base import Context, DecodeStep, LayerPlan, Needs, Observed, Policy
 from fluxion_sglang.policy.specs import AUTO, BARE, LONGEST, check_spec, examples, legal, parse_spec

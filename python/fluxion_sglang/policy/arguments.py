@@ -1,4 +1,4 @@
-"""Words of a policy spec: numbers, shares, block sizes."""
+"""Parses the arguments of a policy spec: numbers, fractions, block sizes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from fluxion_sglang.kv.placement import BLOCKS
 
 _NUMBER: Final = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-"""A decimal number. float alone would let through underscores, blanks, and other scripts' digits."""
+"""A decimal number. `float` alone also accepts underscores, blanks, and digits of other scripts."""
 _LARGEST: Final = torch.finfo(torch.float32).max
 
 
 class NotLegal(ValueError):
-    """Words that are no arguments of a policy. Whoever reads the spec says which specs are legal."""
+    """Illegal arguments of a policy. The caller's error message lists the legal specs."""
 
 
 def number(text: str, most: float = _LARGEST) -> float:
@@ -29,7 +29,7 @@ def number(text: str, most: float = _LARGEST) -> float:
 def fraction(text: str) -> float:
     """The fraction in (0, 1] that `text` spells; raises NotLegal."""
     value = number(text, 1.0)
-    # A plan holds float32: a budget that is 0 there would read nothing.
+    # A plan holds float32. Reject a value that rounds to 0 there, because it would read nothing.
     if not torch.tensor(value, dtype=torch.float32) > 0:
         raise NotLegal
     return value
@@ -43,6 +43,6 @@ def block(text: str) -> int:
 
 
 def at_most(words: tuple[str, ...], count: int) -> None:
-    """Raises NotLegal for more words."""
+    """Raise NotLegal for more than `count` words."""
     if len(words) > count:
         raise NotLegal

@@ -1,15 +1,16 @@
-"""What to read: the interface of a policy.
+"""The interface of a policy, which decides what attention reads.
 
-A policy decides, for every group of every request in a layer, the block size, each head's budget, and the priority of
-the task; it neither selects pages nor computes attention. Budgets are fractions of the middle, so a policy needs no
-knowledge of pages; executors turn them into selections, the one currency between the two sides. A policy that chooses
-otherwise brings a kind of task of its own (`TaskKind`).
+For every KV group of every request in a layer, a policy decides the block size, each head's budget, and the priority
+of the task. It neither selects pages nor computes attention. Budgets are fractions of the middle, so a policy needs no
+knowledge of pages; executors turn budgets into selections of pages. Other selections need an own `TaskKind`.
 
-Most policies are functions of a step. One that remembers keeps its state by the row of SGLang's request table, and
-bounds it. It must do with four facts: a row's tokens are prefilled in chunks (`prefilled`) and decoded one by one
-(`plan`, `decoded`); when the row has another request, or one that came without a prefill, all it had is void
-(`released`); a row may decode that it has never heard of; and between two of its steps a row may gain tokens that it
-did not see. So state that is missing or behind is made anew from the step at hand, never an error.
+Most policies are functions of a single step. A policy with state keys it by the row of SGLang's request table, bounds
+it, and must handle four facts:
+- A row's tokens are prefilled in chunks (`prefilled`) and decoded one by one (`plan`, `decoded`).
+- `released` makes all state of a row void: the row has another request, or a request that came without a prefill.
+- A row that the policy has never seen may decode.
+- A row may gain tokens between two steps that the policy did not see.
+Missing or outdated state is therefore rebuilt from the current step and is never an error.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ if TYPE_CHECKING:
     from fluxion_sglang.predictor.artifact import LoadedPredictor
 
 SKETCHED: Final = -3
-"""The block size of a group that reads what sketches of all keys say (`policy/sketch.py`)."""
+"""The block size of a group whose tokens are selected by sketches of their keys (`policy/sketch.py`)."""
 
 TOLD: Final = 32
-"""Tokens at a chunk's end whose queries policies get."""
+"""Number of last queries of a prefill chunk that policies receive."""
 
 
 @dataclass(frozen=True)
 class World:
-    """What a policy with state may use of the engine that it serves.
+    """The parts of the engine that a stateful policy may use.
 
     Attributes:
         pool: holds every token of every request.
         windows: hold the residents, on the CPU or on a device (`Observed.windows`).
         q_heads: query heads of this process.
-        rows: rows of SGLang's request table: state of a request belongs to one of them.
+        rows: number of rows of SGLang's request table. A request's state belongs to one row.
     """
 
     pool: HostPool
@@ -61,12 +62,12 @@ class DecodeStep:
     """One decode step of a batch of B requests; all tensors on the CPU.
 
     Attributes:
-        rows: [B] int32, request rows (they name the device window).
-        seq_lens: [B] int32, tokens of each request, this step's included.
+        rows: [B] int32, rows of the request table; each names a device window.
+        seq_lens: [B] int32, tokens of each request, including this step's.
         middle: [B] int32, tokens of each request's middle.
-        kv_heads: KV heads of this process; q_heads: query heads of this process.
+        kv_heads: KV heads of this process. q_heads: query heads of this process.
         workers: threads that a policy may plan with; they are idle between `begin_step` and a plan's execution.
-        page_table: [B, M] int32, physical page of every logical page; of this step alone.
+        page_table: [B, M] int32, physical page of every logical page; valid for this step only.
     """
 
     rows: torch.Tensor
@@ -97,7 +98,7 @@ class DecodeStep:
 
 
 class TaskKind(ABC):
-    """How some tasks of a plan are done, and what the plan says of them. Its native side is `csrc/engine/task_kind.h`.
+    """How some tasks of a plan are executed, with their parameters. Its native side is `csrc/engine/task_kind.h`.
 
     An object belongs to the plans of one step.
     """
@@ -105,16 +106,16 @@ class TaskKind(ABC):
     @cached_property
     @abstractmethod
     def handle(self) -> object:
-        """What the native library knows it by."""
+        """The native object of this kind."""
 
     @classmethod
     @abstractmethod
     def joined(cls, parts: Sequence[tuple[torch.Tensor, Self | None]], step: tuple[int, int]) -> Self:
-        """One kind for a batch, of policies that plan parts of it.
+        """Join the kinds of several policies, each of which plans part of a batch.
 
         Args:
-            parts: of each policy the indices of its requests, and its plan's kind of this class, if it has one.
-            step: requests and KV heads of the batch.
+            parts: for each policy, the indices of its requests, and its plan's object of this class or None.
+            step: (requests, KV heads) of the batch.
         """
 
 
@@ -123,12 +124,11 @@ class LayerPlan:
     """What a layer reads; contiguous CPU tensors.
 
     Attributes:
-        blk: [B, H] int32, block size of each group in tokens (16, 32, 64 or 128); 0 makes no task; other numbers mean
-            what a kind of `kinds` says.
-        budget: [B, Hq] float32, fraction of the middle's tokens that each head reads; >= 1 is everything, 0 a
+        blk: [B, H] int32, block size of each group in tokens (16, 32, 64 or 128). 0: no task. `kinds` may define more.
+        budget: [B, Hq] float32, fraction of the middle's tokens that each head reads. >= 1 reads everything; 0 is a
             streaming head.
-        value: [B, H] float32, the task's priority: larger runs earlier.
-        kinds: how tasks are done that are not done by blocks. The first that takes a group has it.
+        value: [B, H] float32, the task's priority; larger runs earlier.
+        kinds: handle the tasks that are not done by blocks. The first kind that accepts a group executes it.
     """
 
     blk: torch.Tensor
@@ -138,7 +138,7 @@ class LayerPlan:
 
 
 def unplanned(step: DecodeStep) -> LayerPlan:
-    """Room for a plan of a layer of the step, to be written whole."""
+    """An uninitialized plan for a layer of the step; the caller fills all of it."""
     return LayerPlan(
         torch.empty(step.batch, step.kv_heads, dtype=torch.int32),
         torch.empty(step.batch, step.q_heads),
@@ -161,28 +161,28 @@ def task_value(middle: torch.Tensor, blk: torch.Tensor, budget: torch.Tensor) ->
 
 
 class Needs(IntEnum):
-    """What a policy has to see of a layer before it plans."""
+    """What a policy must observe of a layer before it plans."""
 
     NOTHING = 0
     RESIDENTS = 1
-    """That the step's token is in the pool, and the residents are attended to."""
+    """The step's token is in the pool, and attention to the residents is computed."""
     FEATURES = 2
-    """The 41 features of every head, which rest on the anchor query and on attention to sinks and window."""
+    """The 41 features of every head. They depend on the anchor query and on attention to sinks and window."""
 
 
 @dataclass(frozen=True)
 class Observed:
     """What is known of a layer's heads before it is planned, for a batch of B requests.
 
-    Rows of requests whose policy does not need a part hold anything.
+    Rows of requests whose policy does not need a part are undefined.
 
     Attributes:
         features: [B, Hq, 41] float32 (`predictor/features.py`); None unless a policy needs them.
         scale: multiplies q.k; None unless a policy needs the residents.
-        parts: [B, Hq, 5] float32, attention to the residents (`predictor/features.py`, PARTS): LSE of the sinks and of
-            the window with the step's token, and three norms; None unless a policy needs the residents.
-        windows: the layer's windows (`Windows`) where they are the CPU's; None where they are a device's. The host pool
-            has the residents, this step's token included, in either case.
+        parts: [B, Hq, 5] float32, attention to the residents (`predictor/features.py`, PARTS): log-sum-exp of the sinks
+            and of the window with the step's token, and three norms. None unless a policy needs the residents.
+        windows: the layer's windows (`Windows`) if they are on the CPU; None if a device holds them. In both cases the
+            host pool has the residents, including this step's token.
     """
 
     features: torch.Tensor | None = None
@@ -203,33 +203,33 @@ def _no_predictor(tau: float | None) -> LoadedPredictor:
 
 @dataclass(frozen=True)
 class Context:
-    """What specs refer to beside their own arguments.
+    """What a policy spec needs beside its own arguments.
 
     Attributes:
-        predictor: the predictor for a tau, or its default one for None; raises ValueError where there is none.
+        predictor: returns the predictor for a tau, or the default one for None; raises ValueError if there is none.
     """
 
     predictor: Callable[[float | None], LoadedPredictor] = _no_predictor
 
 
 def policy_name(policy: Policy) -> str:
-    """What metrics call it: the first word of its spec."""
+    """The policy's label in metrics: the first word of its spec."""
     return policy.spec.partition(":")[0] or type(policy).__name__
 
 
 class Policy(ABC):
-    """Decides what each group reads in each layer of a decode step.
+    """Decides what each KV group reads in each layer of a decode step.
 
     Attributes:
-        forms: its specs, for errors: NAME and arguments, in brackets what may be left out.
-        spec: the string that names it; "" when it was not made from one.
-        needs: what `plan` has to be given.
-        criterion: of the budgets in what it is given.
-        yardstick: it reads every key to decide: to measure by, not to serve with.
+        forms: its specs for error messages: NAME and arguments, optional ones in brackets.
+        spec: the string that it was parsed from; "" if there is none.
+        needs: what `plan` must observe.
+        criterion: the error criterion of the budgets among the features.
+        yardstick: it reads every key to decide. It is for measurements, not for serving.
         predicts: `from_spec` asks for a predictor.
-        exact: what it decodes is full attention, so that every other request may build on the KV of its tokens.
+        exact: its decode steps compute full attention, so any other request may reuse the KV of its tokens.
         sketches: it needs a host pool with sketches of keys.
-        world: what it was bound to.
+        world: the engine that it is bound to.
     """
 
     forms: ClassVar[tuple[str, ...]] = ()
@@ -244,56 +244,56 @@ class Policy(ABC):
 
     @classmethod
     def from_spec(cls, context: Context, *words: str) -> Policy:
-        """The policy of a spec, `words` being what follows its name.
+        """Build the policy of a spec whose arguments are `words`.
 
-        A class that does not define this itself is called with the words: it need not know what its bases take.
+        The default calls the class with the words. A subclass therefore need not know the arguments of its bases.
 
         Raises:
-            NotLegal: these are no arguments of the policy. ValueError: one sentence, what it lacks or what is wrong.
+            NotLegal: the words are no arguments of this policy.
+            ValueError: one sentence: what the policy lacks or what is wrong.
         """
         return cls(*words)
 
     def bind(self, world: World) -> None:
-        """Called by an engine before anything else; by another engine again, and then it starts anew."""
+        """Called by an engine before anything else. Another engine binds the policy again; its state starts anew."""
         self.world = world
 
     def prefilled(self, layer: int, row: int, length: int, queries: torch.Tensor) -> None:  # noqa: B027
         """A chunk of the request in `row` was prefilled; all its `length` tokens so far are in the host pool.
 
         Args:
-            queries: [m, Hq, D], those of the last m tokens: `TOLD`, or what the chunk has.
+            queries: [m, Hq, D], queries of the last m tokens; m is `TOLD`, or less for a shorter chunk.
         """
 
     def decoded(self, layer: int, q: torch.Tensor, out: torch.Tensor | None) -> None:  # noqa: B027
         """`layer` of the current step is done.
 
         Args:
-            q: as `plan` had it. out: [B, Hq, D], the attention's output; None where a device merges it.
+            q: the queries that `plan` received. out: [B, Hq, D], the output of attention; None if a device merges it.
         """
 
     def released(self, row: int) -> None:  # noqa: B027
-        """What is known of `row` is void: its request has ended, or it has another one, or one that came without a
-        prefill."""
+        """Drop the state of `row`: its request has ended, or the row has another request, or one without a prefill."""
 
     @property
     def steady(self) -> bool:
-        """Whether `plan` gives one object for all layers of a step, whatever it is told of them, and `decoded` does
-        nothing. Then a step asks once, and its layers are computed without Python between them."""
+        """Whether `plan` returns one object for all layers of a step, independent of what it observes, and `decoded`
+        does nothing. Then a step plans once, and its layers run without Python between them."""
         return False
 
     @property
     def uniform(self) -> tuple[int, float] | None:
-        """(blk, budget), if every head of every layer of every step reads blocks of so many tokens, so large a share of
-        them; then a device that has the metadata may choose in the policy's place. None: it depends, ask `plan`."""
+        """(blk, budget) if every head of every layer and step reads the fraction `budget` in blocks of `blk` tokens. A
+        device that holds the metadata may then select in the policy's place. None: call `plan`."""
         return None
 
     @abstractmethod
     def begin_step(self, step: DecodeStep) -> None:
-        """A new step begins; called once before its layers."""
+        """Begin a new step; called once before its layers."""
 
     @abstractmethod
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
-        """What `layer` of the current step reads. q: [B, Hq, D] on the CPU; what is seen lasts until `decoded`.
+        """Plan `layer` of the current step. q: [B, Hq, D] on the CPU. `observed` is valid until `decoded`.
 
-        A plan that was given before is taken to say what it said then: one that says more is another object.
+        An engine reuses its work for a plan object that it has seen. A plan with other contents must be another object.
         """

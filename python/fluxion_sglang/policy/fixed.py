@@ -18,7 +18,7 @@ from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, O
 class FixedPolicy(Policy):
     """Every head of every layer chooses `budget` of the middle in blocks of `blk` tokens.
 
-    It attends to what any head of its group chose, so to more than its budget.
+    All heads of a group attend to the union of their choices, so a head may read more than its budget.
 
     Args:
         blk: 16, 32, 64 or 128 tokens; 0 makes no task (`streaming`).
@@ -40,7 +40,7 @@ class FixedPolicy(Policy):
 
     @property
     def steady(self) -> bool:
-        own = type(self)  # a subclass may do otherwise
+        own = type(self)  # a subclass may override one of these
         return (own.begin_step, own.plan, own.decoded) == (FixedPolicy.begin_step, FixedPolicy.plan, Policy.decoded)
 
     @property
@@ -50,7 +50,7 @@ class FixedPolicy(Policy):
     def begin_step(self, step: DecodeStep) -> None:
         blk = torch.full((step.batch, step.kv_heads), self.blk, dtype=torch.int32)
         budget = torch.full((step.batch, step.q_heads), self.budget, dtype=torch.float32)
-        # Nothing here depends on the layer or the query: one plan serves the whole step.
+        # The plan depends on neither layer nor query; one plan serves the whole step.
         self._plan = LayerPlan(blk, budget, task_value(step.middle, blk, budget))
 
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:

@@ -1,4 +1,4 @@
-"""fluxion: a learned predictor says at every step what each head needs (Fluxion, sections 5 and 6)."""
+"""fluxion: a trained predictor estimates each head's budget at every step (Fluxion, sections 5 and 6)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fluxion_sglang.predictor.inference import NativePredictor, plan_groups
 
 
 class FluxionPolicy(Policy):
-    """Streaming heads choose nothing; the others have a budget at every block size by Eq. 1, and a block size by Eq. 3.
+    """Streaming heads read nothing. Other heads get a budget at every block size (Eq. 1) and a block size (Eq. 3).
 
     Args:
         predictor: trained for this model, sinks, window and the criterion's tau.
 
     Attributes:
-        threshold: heads whose logit is above it stream.
-        blocks: sizes to choose from.
+        threshold: heads whose logit exceeds it are streaming heads.
+        blocks: the block sizes to choose from.
     """
 
     forms: ClassVar[tuple[str, ...]] = ("fluxion[:TAU]",)
@@ -38,7 +38,7 @@ class FluxionPolicy(Policy):
         self.blocks: tuple[int, ...] = BLOCKS
         self._step: DecodeStep | None = None
         self._predicted = torch.empty(0, 3)
-        self._margins: dict[int, torch.Tensor] = {}  # of this process's heads, by its layers
+        self._margins: dict[int, torch.Tensor] = {}  # by local layer, for this process's heads
 
     @classmethod
     def from_spec(cls, context: Context, *words: str) -> Policy:
@@ -72,6 +72,6 @@ class FluxionPolicy(Policy):
         return plan
 
     def _of_these_heads(self, features: torch.Tensor) -> torch.Tensor:
-        """The margins [Hq, 4] of a layer; the features say which of the model's layers and heads it has."""
+        """The margins [Hq, 4] of a layer. The features give the indices of layer and heads in the whole model."""
         layer, heads = (features[0, :, INDEX[name]].long() for name in ("layer", "head"))
         return self.margins[layer, heads].contiguous()

@@ -1,4 +1,4 @@
-"""full: every head reads everything; exact."""
+"""full: every head reads the whole middle; exact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fluxion_sglang.policy.fixed import FixedPolicy
 
 
 class FullPolicy(FixedPolicy):
-    """A budget of 1 for every head: the whole middle at any block size. Executors scan nothing for it."""
+    """A budget of 1 for every head, which is the whole middle at any block size. Executors skip the block scores."""
 
     forms: ClassVar[tuple[str, ...]] = ("full",)
     exact = True

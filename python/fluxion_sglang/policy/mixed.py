@@ -1,4 +1,4 @@
-"""A batch whose requests have policies of their own: each part to its policy, one plan out of the answers."""
+"""Combines the policies of a batch whose requests have different ones into one plan."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Observed, 
 
 
 def compose(policies: Sequence[Policy]) -> Policy:
-    """One policy for a batch, given that of each request: the policy itself where all have the same object."""
+    """One policy for a batch, given that of each request. If all are the same object, return it."""
     if all(policy is policies[0] for policy in policies):
         return policies[0]
     return MixedPolicy(policies)
 
 
 class MixedPolicy(Policy):
-    """Lets every policy plan the requests that are its own, as if there were no others in the batch.
+    """Each policy plans its own requests as if the batch had no others.
 
     Args:
-        policies: one a request, in the order of the batch. Requests with the same object form one part.
+        policies: one for each request, in batch order. Requests with the same object form one part.
     """
 
     def __init__(self, policies: Sequence[Policy]) -> None:
@@ -51,7 +51,7 @@ class MixedPolicy(Policy):
 
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
         plans = [policy.plan(layer, q[at], _part(observed, at)) for policy, at in self._parts]
-        # Policies that plan a step once give the same object for every layer.
+        # Steady policies return the same object for every layer; then the joined plan is reused.
         if self._whole is None or any(new is not old for new, old in zip(plans, self._plans, strict=True)):
             self._plans, self._whole = plans, self._scatter(plans, q.shape[0])
         return self._whole

@@ -1,14 +1,14 @@
-"""sketch: tokens of the middle are weighed by small copies of their keys, and those that weigh enough are read.
+"""sketch: estimates the attention weights of the middle from 4-bit copies of its keys, and reads the heaviest tokens.
 
-The pool keeps every key a second time, in four bits an element (a *sketch*: rotated, so that no element stands out,
-and with one scale a token). A step skims all pages by the upper two bits, a fourteenth of what keys and values take in
-bfloat16. It scores the tokens of pages that may matter by all four bits, and a head takes the heaviest until at most
-the share EPS of its attention is left. The heaviest of these are read as they are stored. The others are many and weigh
-little: of them only the values are read, and the sketches' weights stand.
+The pool keeps a *sketch* of every key: 4 bits an element, rotated so that no element dominates, with one scale a token.
+1. A step scores all pages by the upper two bits, a fourteenth of the bytes of keys and values in bfloat16.
+2. It scores the tokens of pages that may matter by all four bits.
+3. A head selects the heaviest tokens until at most the share EPS of its attention is left.
+4. The heaviest of these are read as stored. For the others, only the values are read, weighted by estimate.
 
-Nothing is trained or learned, and nothing is remembered: the first request is served like any other.
+The policy needs no training and keeps no state, so the first request is served like any other.
 
-Sources: a share of the attention instead of a number of tokens, and keys in four bits to estimate it, Twilight (arXiv
+Sources: a share of the attention instead of a number of tokens, and 4-bit keys to estimate it, Twilight (arXiv
 2502.02770); the rotation, QuaRot (arXiv 2404.00456).
 """
 
@@ -39,18 +39,18 @@ from fluxion_sglang.policy.base import (
 DEFAULT_EPS: Final = 0.05
 
 READ: Final = 0.1
-"""About the share of the middle that is read: what tasks are ranked by before anybody knows."""
+"""Typical share of the middle that is read. Tasks are ranked by it, because the true share is unknown when planning."""
 
 
 @dataclass(frozen=True)
 class SketchedTokens(TaskKind):
-    """Tasks of block size `SKETCHED` (`csrc/engine/sketched.h`). It takes `Needs.RESIDENTS` and a pool with sketches.
+    """Tasks of block size `SKETCHED` (`csrc/engine/sketched.h`). They need `Needs.RESIDENTS` and a pool with sketches.
+
+    All heads of a group attend to the union of their choices. A budget above 0 says only that a group reads.
 
     Attributes:
-        left: [B, H] float32 in [0, 1]: the share of its attention, residents included, that a head of the group
-            may leave unread by the estimate of the sketches; 0 reads everything, keys and values. Budgets say only that
-            a group reads.
-            All heads of the group attend to what any of them chose.
+        left: [B, H] float32 in [0, 1]: share of its attention, residents included, that a head of the group may leave
+            unread by the sketches' estimate. 0 reads everything, keys and values.
     """
 
     left: torch.Tensor
@@ -71,10 +71,10 @@ class SketchedTokens(TaskKind):
 
 
 class SketchPolicy(Policy):
-    """Heads of all layers read until at most a share of their attention is left.
+    """Heads of all layers read until at most the share `eps` of their attention is left.
 
     Args:
-        eps: that share, in (0, 1]; with 1 they read nothing of the middle.
+        eps: that share, in (0, 1]; 1 reads nothing of the middle.
     """
 
     forms: ClassVar[tuple[str, ...]] = ("sketch[:EPS]",)

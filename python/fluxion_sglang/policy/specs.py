@@ -1,4 +1,4 @@
-"""Policy specs: NAME[:ARG...], as in `--fluxion-config`, a request, or the benchmarks."""
+"""Parses policy specs: NAME[:ARG...], as in `--fluxion-config`, a request, or the benchmarks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fluxion_sglang.policy.streaming import StreamingPolicy
 from fluxion_sglang.predictor.artifact import LoadedPredictor
 
 AUTO: Final = "auto"
-"""The spec that a server resolves at its start: `fluxion` where a predictor fits, `full` where none does."""
+"""The spec that a server resolves at its start: `fluxion` if a predictor fits, else `full`."""
 
 LONGEST: Final = 128
-"""Characters of a spec. Specs come from clients: splitting a long one would hold up every request."""
+"""Longest spec in characters. Clients send specs, and splitting a long one would delay every request."""
 
 BARE: Final = Context()
 """A context without a predictor."""
@@ -35,14 +35,14 @@ CORE: Final[dict[str, type[Policy]]] = {
     "fluxion": FluxionPolicy,
     "sketch": SketchPolicy,
 }
-"""By name. Every other policy, and more arguments of these, come through the entry points `plugins.POLICIES`."""
+"""Built-in policies by name. Other policies, and more arguments of these, come from entry points `plugins.POLICIES`."""
 
 _SHOWN = 60
-"""Characters of a wrong spec that its error repeats: it may come from a client."""
+"""Characters of a wrong spec that its error message repeats, because a client may have sent it."""
 
 
 class _Legal(Exception):
-    """Raised by a predictor that nobody needs: the arguments before it were legal."""
+    """Raised in place of loading a predictor: the arguments were legal, and the check needs no predictor."""
 
 
 def _legal(tau: float | None) -> LoadedPredictor:
@@ -50,10 +50,10 @@ def _legal(tau: float | None) -> LoadedPredictor:
 
 
 def check_spec(spec: str) -> Policy | None:
-    """The policy that `spec` names, or None where that takes a predictor, which is not needed here.
+    """The policy that `spec` names, or None if it needs a predictor; none is loaded here.
 
     Raises:
-        ValueError: it names none; one sentence with the legal specs.
+        ValueError: it names no policy; one sentence with the legal specs.
     """
     with suppress(_Legal):
         return parse_spec(spec, Context(predictor=_legal))
@@ -61,10 +61,10 @@ def check_spec(spec: str) -> Policy | None:
 
 
 def parse_spec(spec: str, context: Context = BARE) -> Policy:
-    """Build the policy that `spec` names; its `spec` is that string.
+    """Build the policy that `spec` names; the policy's `spec` is that string.
 
     Raises:
-        ValueError: one sentence naming the legal specs, or what the policy lacks.
+        ValueError: one sentence with the legal specs, or with what the policy lacks.
     """
     name, *words = spec.split(":") if len(spec) <= LONGEST else ("",)
     policy = None
@@ -87,7 +87,7 @@ def parse_spec(spec: str, context: Context = BARE) -> Policy:
 
 @cache
 def legal() -> list[str]:
-    """The forms of all specs, those of other packages that give none by their names."""
+    """The forms of all specs. A policy of another package that declares no forms is listed by its name."""
     forms = dict.fromkeys(form for policy in CORE.values() for form in policy.forms)
     for name, point in plugins.named(plugins.POLICIES).items():
         forms |= dict.fromkeys(_forms(name, point))
@@ -95,18 +95,18 @@ def legal() -> list[str]:
 
 
 def examples() -> list[str]:
-    """A legal spec of every form that has one, with arguments of one kind."""
+    """A legal example spec for every form, with the fewest arguments."""
     return list(dict.fromkeys(_shortest(form) for form in legal()))
 
 
 def _shortest(form: str) -> str:
-    while "[" in form:  # what may be left out
+    while "[" in form:  # drop optional arguments
         form = re.sub(r"\[[^\[\]]*\]", "", form)
     return re.sub("BUDGET|TAU|EPS", "0.10", form.replace("BLK", "16"))
 
 
 def _forms(name: str, point: EntryPoint) -> tuple[str, ...]:
-    with suppress(Exception):  # a package that cannot be imported; its own error tells more
+    with suppress(Exception):  # an import may fail; using the policy reports why
         return tuple(map(str, point.load().forms)) or (name,)
     return (name,)
 
@@ -117,7 +117,7 @@ def _from_plugin(point: EntryPoint, context: Context, words: list[str]) -> Polic
         policy = None
         if isinstance(kind, type) and issubclass(kind, Policy):
             policy = kind.from_spec(context, *words) if "from_spec" in vars(kind) else kind(*words)
-    except (_Legal, ValueError):  # the sentence of a ValueError is its own
+    except (_Legal, ValueError):  # a ValueError already holds a sentence for the user
         raise
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]

@@ -1,4 +1,4 @@
-"""streaming: sinks and window only, no head reads anything of the middle (StreamingLLM, arXiv 2309.17453)."""
+"""streaming: attends to sinks and window only (StreamingLLM, arXiv 2309.17453)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fluxion_sglang.policy.fixed import FixedPolicy
 
 
 class StreamingPolicy(FixedPolicy):
-    """A budget of 0 for every head. It makes no task: decode is attention to what is resident."""
+    """A budget of 0 for every head. It makes no task: decode attends to the residents only."""
 
     forms: ClassVar[tuple[str, ...]] = ("streaming",)
 

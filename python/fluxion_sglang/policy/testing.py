@@ -1,4 +1,4 @@
-"""What every policy must keep, as checks that anybody can run on a policy of their own (docs/extend.md).
+"""Contract checks for policies, to be run on any policy (docs/extend.md).
 
     from fluxion_sglang.policy.testing import CHECKS
 
@@ -6,11 +6,11 @@
     def test_my_policy(check):
         check(lambda: MyPolicy(0.1))
 
-A check is given a function that makes a new policy, lets it serve requests on a real engine (`Rig`), and raises
-AssertionError with one sentence. It needs no model, no SGLang and no pytest, and takes a second or two.
+A check takes a function that makes a new policy, serves requests on a real engine (`Rig`), and raises AssertionError
+with one sentence. It needs no model, SGLang or pytest, and takes a second or two.
 
-Outputs are compared bit by bit. Nothing that a request reads may depend on the requests beside it, on those that were
-before it, on threads or on the run.
+Outputs are compared bit by bit. What a request reads must not depend on other requests of the batch, on earlier
+requests, on the number of threads, or on the run.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _PLACEMENT = Placement(sinks=32, window=48)
 _ROWS, _TOKENS = 8, 16384
 _SCALE = _DIM**-0.5
 _EMPTY = _PLACEMENT.sinks + _PLACEMENT.window
-"""Tokens of the longest request whose middle is empty whatever the position in its last page."""
+"""Length of the longest request whose middle is empty at any position in its last page."""
 
 
 class Request:
-    """A request: numbers that depend on its seed alone, and what of them is in the pool.
+    """A request whose tensors depend only on its seed, with the state of its tokens in the pool.
 
     Attributes:
         q: [layers, N, Hq, D]. k, v: [layers, N, H, D].
@@ -65,11 +65,11 @@ class Request:
 
 @dataclass
 class Rig:
-    """An engine with a pool of its own that serves requests as SGLang's backend does (`sglang/steps/backend.py`).
+    """An engine with its own pool that serves requests as SGLang's backend does (`sglang/steps/backend.py`).
 
     Args:
-        policy: of the requests that have none of their own. Every plan of it is checked.
-        canary: of the pool; who reads what nobody wrote is in `corrupt`.
+        policy: the default policy of requests. Every plan of it is checked.
+        canary: share of reads that the pool checks. Reads of memory that was never written are reported in `corrupt`.
     """
 
     policy: Policy
@@ -100,7 +100,7 @@ class Rig:
         self.generations = torch.zeros(_ROWS, dtype=torch.int64)
 
     def watch(self, policy: Policy) -> None:
-        """Check every plan of the policy from now on, and keep a copy."""
+        """From now on, check every plan of the policy and keep it in `plans`."""
         begin_step, plan = policy.begin_step, policy.plan
         steps: list[DecodeStep] = []
 
@@ -117,7 +117,7 @@ class Rig:
         policy.begin_step, policy.plan = begun, planned  # type: ignore[method-assign]
 
     def prefill(self, request: Request, count: int) -> None:
-        """The next `count` tokens in one chunk; the first one gives the request its row."""
+        """Prefill the next `count` tokens in one chunk. The first chunk assigns a row to the request."""
         if request.row == 0:
             request.row = self.free_rows.pop()
             self.generations[request.row] += 1
@@ -135,13 +135,13 @@ class Rig:
         request.length = end
 
     def adopt(self, request: Request, other: Request, tokens: int) -> None:
-        """Begin the request with the first `tokens` of another one, whole pages: a hit in the radix tree."""
+        """Start the request with the first `tokens` of another one, in whole pages, as on a radix-tree cache hit."""
         request.pages, request.length = other.pages[: tokens // PAGE], tokens
         for mine, others in ((request.q, other.q), (request.k, other.k), (request.v, other.v)):
             mine[:, :tokens] = others[:, :tokens]
 
     def decode(self, *requests: Request) -> list[torch.Tensor]:
-        """One step of a batch: of each request the outputs of its layers, [layers, Hq, D]."""
+        """Run one decode step of a batch. Returns for each request its outputs, [layers, Hq, D]."""
         for request in requests:
             request.length += 1
             self._grow(request, request.length)
@@ -165,11 +165,11 @@ class Rig:
         return outputs
 
     def run(self, request: Request, steps: int) -> list[torch.Tensor]:
-        """Decode the request alone."""
+        """Decode the request alone for `steps` steps."""
         return [self.decode(request)[0] for _ in range(steps)]
 
     def release(self, request: Request, keep: bool = False) -> None:
-        """The request has ended or is retracted. keep: its pages stay, as in the radix tree."""
+        """End or retract the request. keep: its pages stay allocated, as in the radix tree."""
         self.engine.forget(request.row)
         self.free_rows.append(request.row)
         if not keep:
@@ -182,7 +182,7 @@ class Rig:
 
 
 def check_plan(plan: LayerPlan, step: DecodeStep) -> None:
-    """Raises AssertionError, one sentence, for a plan that no engine could follow."""
+    """Raise AssertionError with one sentence for a plan that an engine cannot execute."""
     groups, heads = (step.batch, step.kv_heads), (step.batch, step.q_heads)
     wanted = [("blk", plan.blk, groups, torch.int32), ("budget", plan.budget, heads, torch.float32)]
     wanted += [("value", plan.value, groups, torch.float32)]
@@ -201,7 +201,7 @@ def check_plan(plan: LayerPlan, step: DecodeStep) -> None:
 def _served(
     make: Make, seed: int, length: int, steps: int, chunk: int = 10_000, workers: int = 2
 ) -> list[torch.Tensor]:
-    """What a request gets that has an engine to itself."""
+    """The outputs of a request that is alone on its engine."""
     rig = Rig(make(), workers)
     request = Request(seed)
     _prefill(rig, request, length, chunk)
@@ -219,14 +219,14 @@ def _same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], what: str) 
 
 
 def it_can_be_made(make: Make) -> None:
-    """A policy is a `Policy`, and two are two."""
+    """The function returns a new `Policy` on each call."""
     one, other = make(), make()
     assert isinstance(one, Policy), f"It is a {type(one).__name__}, and no fluxion_sglang.policy.Policy."
     assert one is not other, "Every call must make a policy of its own."
 
 
 def it_plans_every_length(make: Make) -> None:
-    """Lengths from one token to many, around every edge of sinks, window and pages, in one batch after another."""
+    """Lengths from one token to many, around every edge of sinks, window and pages."""
     rig = Rig(make())
     edges = [_EMPTY + more for more in (-1, 0, 1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE)]
     for length in (1, PAGE, _PLACEMENT.sinks, _PLACEMENT.sinks + 1, *edges, 300, 700):
@@ -240,7 +240,7 @@ def it_plans_every_length(make: Make) -> None:
 
 
 def an_empty_middle_is_exact(make: Make) -> None:
-    """Where everything is resident nothing is left to decide."""
+    """If all tokens are resident, the output equals full attention."""
     request = Request(3)
     rig = Rig(make())
     rig.prefill(request, _EMPTY - 4)
@@ -252,7 +252,7 @@ def an_empty_middle_is_exact(make: Make) -> None:
 
 
 def it_grows_with_its_request(make: Make) -> None:
-    """Tokens decoded across pages and blocks, from an empty middle on."""
+    """Decode across pages and blocks, starting with an empty middle."""
     rig = Rig(make())
     request = Request(4)
     rig.prefill(request, _EMPTY - 8)
@@ -261,14 +261,14 @@ def it_grows_with_its_request(make: Make) -> None:
 
 
 def it_is_deterministic(make: Make) -> None:
-    """Again, on another engine, with another number of workers."""
+    """Another run, another engine and another number of workers give the same outputs."""
     want = _served(make, 5, 500, 20)
     for workers in (1, 2, 3):
         _same(_served(make, 5, 500, 20, workers=workers), want, f"A second run, {workers} workers")
 
 
 def batch_mates_do_not_matter(make: Make) -> None:
-    """Alone, in a batch under one policy, and in one that mixes policies."""
+    """Alone, in a batch under one policy, and in a batch that mixes policies, the outputs are the same."""
     lengths = {6: 420, 7: 60, 8: 700}
     alone = {seed: _served(make, seed, length, 12) for seed, length in lengths.items()}
     for mixed in (False, True):
@@ -290,7 +290,7 @@ def batch_mates_do_not_matter(make: Make) -> None:
 
 
 def a_row_is_taken_over_clean(make: Make) -> None:
-    """A row that another request had before, its pages too: nothing of that one is left."""
+    """A row and pages that an ended request used before carry no state over."""
     want = _served(make, 9, 450, 20)
     rig = Rig(make())
     for seed, length, steps in ((10, 700, 30), (11, 60, 3), (12, 450, 1)):
@@ -306,7 +306,7 @@ def a_row_is_taken_over_clean(make: Make) -> None:
 
 
 def a_retracted_request_starts_anew(make: Make) -> None:
-    """Its prompt and what it had decoded are prefilled again, into its row or another."""
+    """After a retraction, prompt and decoded tokens are prefilled again, into the same row or another."""
     want = _served(make, 13, 460, 20)
     for taken in (False, True):
         rig = Rig(make())
@@ -322,7 +322,7 @@ def a_retracted_request_starts_anew(make: Make) -> None:
 
 
 def an_appended_turn_is_as_a_fresh_request(make: Make) -> None:
-    """What was prefilled and decoded is found in the radix tree, the new turn is prefilled."""
+    """The earlier turn's tokens are a radix-tree hit; only the new turn is prefilled."""
     turn, prefix = 96, 480
     fresh = Rig(make())
     whole = Request(15)
@@ -343,7 +343,7 @@ def an_appended_turn_is_as_a_fresh_request(make: Make) -> None:
 
 
 def a_row_may_be_new_to_it(make: Make) -> None:
-    """A row that decodes without a prefill, and one that decoded under another policy meanwhile, heal themselves."""
+    """A row that decodes without a prefill, or decoded under another policy meanwhile, recovers without an error."""
     rig = Rig(make())
     request = Request(17)
     rig.prefill(request, 400)
@@ -360,7 +360,7 @@ def a_row_may_be_new_to_it(make: Make) -> None:
 
 
 def another_engine_starts_anew(make: Make) -> None:
-    """What one engine's requests left is nothing to another's."""
+    """State from one engine's requests does not affect another engine's requests."""
     want = _served(make, 19, 400, 10)
     policy = make()
     first = Rig(policy)
@@ -388,4 +388,4 @@ CHECKS: Final[dict[str, Callable[[Make], None]]] = {
         another_engine_starts_anew,
     )
 }
-"""By name. Each takes a function that makes a new policy."""
+"""The checks by name. Each takes a function that makes a new policy."""

@@ -1,1 +1,1 @@
-"""What each head needs to read: features, labels, the network that learns one from the other, and its files."""
+"""The predictor of each head's budget: features, labels, the network, and its files."""

@@ -1,8 +1,8 @@
-"""What is kept of every request's anchor query: the query of its last prefilled token, and what was measured for it.
+"""Keeps every request's anchor query, that of its last prefilled token, and its measurements.
 
-The query is noted when a chunk is prefilled, and measured when the request first decodes under a policy that asks for
-it. So nothing has to know which chunk is a prompt's last, requests under other policies cost a copy of one query, and
-a radix hit, an appended turn or a re-prefill after retraction makes a new anchor like any other prefill.
+The query is noted when a chunk is prefilled. It is measured when the request first decodes under a policy that needs
+it. So no code has to know a prompt's last chunk, and requests under other policies cost a copy of one query. A cache
+hit, an appended turn or a re-prefill after retraction makes a new anchor like any other prefill.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fluxion_sglang.predictor.measure import measure
 class Anchors:
     """Anchors of `rows` request rows, in tables that the features kernel reads by row.
 
-    Memory is taken page by page as rows are used: [rows, Hq, 28 + D] and [rows, H, D] numbers a layer.
+    The operating system allocates memory when rows are used: [rows, Hq, 28 + D] and [rows, H, D] numbers a layer.
 
     Attributes:
         statistics: per layer [rows, Hq, 28] float32, the anchor features.
@@ -35,17 +35,17 @@ class Anchors:
         self.statistics = [torch.empty(rows, q_heads, len(ANCHOR)) for _ in layers]
         self.queries = [torch.empty(rows, q_heads, shape.head_dim, dtype=shape.dtype) for _ in layers]
         self.mean_k = [torch.empty(rows, shape.kv_heads, shape.head_dim) for _ in layers]
-        self._lengths = [[0] * rows for _ in layers]  # tokens up to the query; 0: none is known
+        self._lengths = [[0] * rows for _ in layers]  # tokens up to and including the query's; 0: no anchor
         self._measured: list[list[Criterion | None]] = [[None] * rows for _ in layers]
 
     def note(self, layer: int, row: int, length: int, query: torch.Tensor) -> None:
-        """The query [Hq, D] of token `length` - 1 of the request in `row`, whose tokens are all in the host pool."""
+        """Note the query [Hq, D] of token `length` - 1 of the request in `row`; the host pool has all its tokens."""
         self.queries[layer][row] = query
         self._lengths[layer][row] = length
         self._measured[layer][row] = None
 
     def forget(self, row: int) -> None:
-        """The row has another request, which came without a prefill: its next decoded query becomes the anchor."""
+        """Drop the anchor of a row whose request came without a prefill; its next decoded query becomes it."""
         for lengths in self._lengths:
             lengths[row] = 0
 
@@ -59,11 +59,11 @@ class Anchors:
         scale: float,
         criteria: Sequence[Criterion | None],
     ) -> None:
-        """Measure the anchors of requests that have none under their criterion.
+        """Measure the anchors of requests that are not yet measured under their criterion.
 
         Args:
-            rows, lengths, criteria: a request each; None: its policy asks for no anchor. Its token of this step is in
-                the pool.
+            rows, lengths, criteria: one entry per request; criterion None: its policy needs no anchor. The token of
+                this step is in the pool.
             pages: [B, M] int32. q: [B, Hq, D], the queries of this step.
         """
         for i, (row, criterion) in enumerate(zip(rows, criteria, strict=True)):

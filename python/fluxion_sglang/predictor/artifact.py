@@ -1,7 +1,7 @@
-"""The files of a trained predictor: a folder with `predictor.json` and one safetensors file a threshold tau.
+"""The files of a trained predictor: a folder with `predictor.json` and one safetensors file per threshold tau.
 
-A predictor belongs to one model, with one number of sinks, one window and one ranking of blocks: its labels were
-measured with them. Loading it for anything else is refused, and so is a file that is not what was saved.
+A predictor belongs to one model and one choice of sinks, window and block ranking, with which its labels were measured.
+It is refused for anything else, and so is a file that differs from the saved one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.predictor.network import HeadPredictor
 
 FORMAT = 3
-"""Version of the layout below; raised when a reader of the version before could not read it rightly.
-Version 1 has no margins: its budgets are served as they are predicted. Versions 1 and 2 hold weights as float32."""
+"""Version of the layout below; raised if the previous version's reader would misread it.
+Version 1 has no margins: its budgets are served as predicted. Versions 1 and 2 hold weights as float32."""
 
 MARGINS = "margins"
-"""Name of the margins among the tensors of a file."""
+"""Name of the tensor with the margins in a file."""
 
 _MOST = 1 << 16
-"""Layers or heads of a model, by far."""
+"""Upper bound for layers or heads of a model, to reject damaged files."""
 
 JSON_NAME = "predictor.json"
 KIND = "fluxion-predictor"
@@ -40,23 +40,23 @@ OPTIONS = ("sinks", "window", "spread")
 
 
 class PredictorError(ValueError):
-    """A predictor cannot be used: one sentence that says what is wrong and what to do."""
+    """A predictor cannot be used. The message is one sentence: what is wrong and what to do."""
 
 
 class DoesNotFit(PredictorError):
-    """There is no predictor for what is served: none at all, or one of another model or other options."""
+    """No predictor fits the model and options served: there is none, or it was trained for others."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a predictor was trained for.
+    """The model and options that a predictor is trained for.
 
     Attributes:
         architecture: class name of the model, as in its config.json.
         layers, q_heads, kv_heads, head_dim, hidden_size, vocab_size, rope_theta: of the whole model.
         weights: fingerprint of the model's weights, made by the caller.
         sinks, window: tokens that stay resident.
-        spread: how blocks are ranked, as the option says.
+        spread: see `NativePool`.
     """
 
     architecture: str
@@ -74,7 +74,7 @@ class Identity:
 
 
 class LoadedPredictor(NamedTuple):
-    """One tau of an artifact, as loaded; network is in evaluation mode on the CPU."""
+    """One tau of a loaded artifact; network is in evaluation mode on the CPU."""
 
     network: HeadPredictor
     tau: float
@@ -84,7 +84,7 @@ class LoadedPredictor(NamedTuple):
 
 
 def file_name(tau: float) -> str:
-    """predictor-0.10.safetensors for 0.1; more digits where tau has them."""
+    """predictor-0.10.safetensors for 0.1; more digits if tau has them."""
     return f"predictor-{tau_key(tau)}.safetensors"
 
 
@@ -98,12 +98,12 @@ def load(
     """Read one tau of an artifact.
 
     Args:
-        features: names of the features that will be computed, in their order.
+        features: names of the features that will be computed, in order.
         tau: None: the one the artifact was calibrated for.
-        expect: the model it will serve, and with which options; None accepts any (tools that only look).
+        expect: the identity of the model and options served; None accepts any (for tools that only inspect).
 
     Raises:
-        DoesNotFit: it is for something else than `expect`. Whatever else is wrong with the artifact is found later.
+        DoesNotFit: its identity is not `expect`. This is checked before other errors.
         PredictorError: it cannot be used.
     """
     folder = Path(folder)
@@ -207,7 +207,7 @@ def _check_features(folder: Path, has: list[Any], needs: Sequence[str]) -> None:
 
 
 def _read_network(path: Path, digest: str, margins: torch.Tensor, version: int) -> tuple[HeadPredictor, torch.Tensor]:
-    """The network and its margins, of a file of this version; margins: what they are where the file has none."""
+    """The network and its margins, from a file of this format version. margins: the default for files without them."""
     content = _content(
         path, f"The weights {path} do not exist, although {JSON_NAME} names them; copy the whole folder or train again."
     )
@@ -240,7 +240,7 @@ def _read_network(path: Path, digest: str, margins: torch.Tensor, version: int) 
 
 
 def tensors_of(network: HeadPredictor) -> dict[str, torch.Tensor]:
-    """What a file holds of a network: weights as they serve, in bfloat16; biases and standardisation in float32."""
+    """The tensors of a network's file: weights in bfloat16, as served; biases and standardisation in float32."""
     state = {name: value.detach().cpu().contiguous() for name, value in network.state_dict().items()}
     return {name: value.bfloat16() if name.endswith(".weight") else value for name, value in state.items()}
 
@@ -271,5 +271,5 @@ def _described(tensor: torch.Tensor | None) -> str:
 
 
 def tau_key(tau: float) -> str:
-    """The name of a tau in an artifact: taus that differ by rounding alone have one."""
+    """The key of a tau in an artifact; taus that differ only by rounding share a key."""
     return f"{tau:.2f}" if round(tau, 2) == tau else f"{tau:g}"

@@ -1,7 +1,7 @@
-"""What describes a query head to the predictor: 41 numbers (Fluxion, appendix A).
+"""The 41 features of a query head, the predictor's input (Fluxion, appendix A).
 
-q is this step's query, q' the anchor query: that of the last prefill token. Much depends on q' alone and is measured
-once a request, the anchor part; per step the native kernel (`predictor.kernel`) adds what depends on q.
+q is this step's query, q' the anchor query, that of the last prefill token. Most features depend only on q' and are
+measured once a request (the anchor part). The native kernel (`predictor.kernel`) adds those of q in every step.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Literal
 from fluxion_sglang.kv.placement import BLOCKS
 
 EMPTY_LSE = -30.0
-"""The LSE of no tokens among the features, where -inf would reach the network."""
+"""The feature value for the LSE of no tokens; -inf must not reach the network."""
 
 PARTS = ("lse_sink", "lse_local", "o_sink_norm", "o_local_norm", "o_resident_norm")
-"""Numbers of `NativeEngine.layer_resident` for each head, in order; there an LSE of no tokens is -inf."""
+"""Outputs of `NativeEngine.layer_resident` for each head, in order; there an LSE of no tokens is -inf."""
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One number of a (request, layer, query head).
+    """One feature of a (request, layer, query head).
 
     Attributes:
         formula: sink, cpu and local are the request's sinks, middle and window (the query's own token included); k_i,
             v_i their keys and values, O the attention output over one of them, O~ that over sinks and window. mean,
-            var, skew and kurt are those of a population; skew and kurt are 0 where var < 1e-12 mean^2, and kurt is
-            m4 / m2^2. Of no tokens: 0, or `EMPTY_LSE`.
+            var, skew and kurt are those of a population; skew and kurt are 0 where var < 1e-12 mean^2, and kurt is m4 /
+            m2^2. For no tokens: 0, or `EMPTY_LSE`.
         part: "structure", known from the request's length; "anchor", measured once with q'; "decode", of every q.
     """
 
@@ -81,7 +81,7 @@ FEATURES: tuple[Feature, ...] = (
 )  # fmt: skip
 
 INDEX: dict[str, int] = {feature.name: i for i, feature in enumerate(FEATURES)}
-"""Where the feature of a name stands."""
+"""Index of each feature by name."""
 
 COUNT = len(FEATURES)
 NAMES: tuple[str, ...] = tuple(INDEX)
@@ -90,4 +90,4 @@ BUDGETS = slice(INDEX[f"anchor_budget_{BLOCKS[0]}"], INDEX[f"anchor_budget_{BLOC
 """Least budgets of the anchor query for every block size."""
 
 ANCHOR: tuple[int, ...] = tuple(i for i, feature in enumerate(FEATURES) if feature.part == "anchor")
-"""The features of the anchor query, in the order of the compact array `anchor`."""
+"""Indices of the features of the anchor query, in the order of the compact array `anchor`."""

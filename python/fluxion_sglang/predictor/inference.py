@@ -1,4 +1,4 @@
-"""The predictor as it serves: native inference and the choice of block sizes and budgets."""
+"""Serves the predictor: native inference and the choice of block sizes and budgets."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fluxion_sglang.predictor.network import WIDTHS, HeadPredictor
 class NativePredictor:
     """A HeadPredictor's weights, copied, rounded to bfloat16 and packed for one instruction set.
 
-    One object serves one thread at a time.
+    One thread at a time may use an object.
 
     Args:
-        network: its parameters and standardisation; later changes to it do not show here.
+        network: its parameters and standardisation are copied; later changes have no effect.
         isa: kernels to use, one of `topology()["isas"]`; None: the best, or FLUXION_ISA.
 
     Raises:
@@ -42,13 +42,13 @@ class NativePredictor:
         return str(function("predictor_isa")(self.handle))
 
     def forward(self, x: torch.Tensor, out: torch.Tensor, workers: Workers | None = None) -> None:
-        """Predict rows of heads, any number of them.
+        """Predict any number of rows, one per head.
 
         A row's predictions do not depend on the other rows; a NaN among its features makes them NaN.
 
         Args:
             x: [N, 41] float32, contiguous. out: [N, 3] float32, written: bgt0, k, streaming logit.
-            workers: threads that share the rows; None, or while they are busy: the caller alone, with the same bits.
+            workers: threads that share the rows. None, or busy workers: the caller alone, with bit-identical results.
 
         Raises:
             ValueError: a shape or dtype that does not fit; nothing was written.
@@ -69,22 +69,22 @@ def plan_groups(
 ) -> None:
     """Choose block size, budgets and priority of every group: one block size a group, one budget a head.
 
-    For a group of G heads over a middle of L tokens the data volume in blocks of blk tokens is
+    For a group of G heads over a middle of L tokens the data volume (metadata and KV) in blocks of blk tokens is
 
-        V(blk) = 2 L / blk + 2 L * sum_h bgt_h(blk)                                      (Fluxion, section 5.3, Eq. 3)
+        V(blk) = 2 L / blk + 2 L * sum_h bgt_h(blk)                    (Fluxion, section 5.3, Eq. 3)
 
-    metadata and KV. The block size with the least V wins; of equal ones the larger, whose tiles lie in longer runs.
-    A streaming head chooses nothing and does not count. Every other head has the budget on its line
-    bgt0 + k log2(blk) (Eq. 1), at least one block, times the margin of the head and the block size.
+    The block size with the least V wins; of equal ones the larger, because its tiles form longer runs. A streaming head
+    reads nothing and is not counted. Every other head has the budget on its line bgt0 + k log2(blk) (Eq. 1), at least
+    one block, times the margin of the head and the block size.
 
-    Budgets are rounded to float32 first, as the engine takes them, and summed in float64: those sums are exact, so
-    ties are ties on every machine.
+    Budgets are rounded to float32 first, the engine's type, and summed in float64. These sums are exact, so ties are
+    the same on every machine.
 
     Args:
-        pred: [B * Hq, 3] float32, of `NativePredictor.forward`. middle: [B] int32, tokens of each middle.
+        pred: [B * Hq, 3] float32, from `NativePredictor.forward`. middle: [B] int32, tokens of each middle.
         threshold: logits above it are streaming heads.
-        margins: [Hq, 4] float32, contiguous, above 0: what each head's budgets are multiplied with (`margins.py`).
-        blocks: sizes to choose from, different ones.
+        margins: [Hq, 4] float32, contiguous, above 0: factors of each head's budgets (`margins.py`).
+        blocks: distinct sizes to choose from.
         blk [B, H] int32, budget [B, Hq] float32, value [B, H] float32: written, as in `LayerPlan`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The native kernel of the features, which training and serving both call."""
+"""The native kernel of the features, for both training and serving."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def features(
     out: torch.Tensor,
     isa: str = "",
 ) -> None:
-    """The features of every head of a step, the same bits on every ISA.
+    """Compute the features of every head of a step, bit-identical on every ISA.
 
     Args:
         q: [B, Hq, D], KV dtype.
@@ -32,10 +32,10 @@ def features(
         seq_lens: [B] int32, tokens with the query's own, at least 1.
         anchor: [R, Hq, 28] float32, the features `ANCHOR`.
         anchor_q: [R, Hq, D], KV dtype, q'.
-        mean_k: [R, H, D] float32, mean key of the middle as it was for q'.
-        layer, first_head: of the model; first_head is that of q's head 0, more than 0 under tensor parallelism.
+        mean_k: [R, H, D] float32, mean key of the middle at the time of q'.
+        layer, first_head: indices in the model of the layer and of q's head 0 (above 0 under tensor parallelism).
         sinks, window: tokens (`Placement`). scale: multiplies q.k.
-        out: [B, Hq, 41] float32, written whole.
+        out: [B, Hq, 41] float32, all written.
         isa: one of `native.topology()["isas"]`; "": the best.
 
     Tensors are in host memory and contiguous, but for q's first dimension.

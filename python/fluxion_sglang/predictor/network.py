@@ -1,4 +1,4 @@
-"""The head predictor: a small network from a head's 41 features to what it needs to read (Fluxion, section 5.2)."""
+"""The head predictor: a small network from a head's 41 features to its budgets (Fluxion, section 5.2)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import nn
 from fluxion_sglang.predictor.features import COUNT
 
 WIDTHS = (COUNT, 272, 240, 144, 3)
-"""Features, hidden layers, outputs: a shared backbone, the three predictions apart only in the last layer. 0.112 M
-parameters, as in the paper."""
+"""Features, hidden layers, outputs. The three predictions share all but the last layer. 0.112 M parameters, as in the
+paper."""
 
 CLIP = 8.0
-"""Standardised features beyond this many standard deviations are cut: what training never saw must not run away."""
+"""Standardised features are clipped at this many standard deviations, so that unseen inputs cannot diverge."""
 
 
 class HeadPredictor(nn.Module):
     """41 standardised features to (bgt0, k, streaming logit), float32, ReLU between the layers.
 
-    Where it serves, weights are bfloat16 and sums float32; an instruction set that multiplies bfloat16 rounds what a
-    layer takes in, too.
+    When served, weights are bfloat16 and sums float32; an instruction set with bfloat16 products also rounds the inputs
+    of a layer.
 
     The budget of the head in blocks of `blk` tokens is bgt0 + k * log2(blk) (Eq. 1), a fraction of the middle.
 
@@ -47,7 +47,7 @@ class HeadPredictor(nn.Module):
         return out
 
     def round_weights(self) -> None:
-        """Round the weights to bfloat16, as they serve, so that what is measured of this network holds there."""
+        """Round the weights to bfloat16, as served, so that measurements of this network hold when it is served."""
         with torch.no_grad():
             for layer in self.layers:
                 weight = layer.get_parameter("weight")

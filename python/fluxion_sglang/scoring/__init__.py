@@ -1,2 +1,2 @@
-"""An engine whose answers can be compared under policies: `fluxion train` calibrates with it, `fluxion bench quality`
-measures with it."""
+"""Runs an engine whose answers under several policies can be compared: `fluxion train` calibrates with it, and
+`fluxion bench quality` measures with it."""

@@ -1,4 +1,4 @@
-"""The audit of a server: every layer once more with everything read, and the two compared."""
+"""The audit of a server: computes every layer again with full attention, and compares the results."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 class Audit(Observer):
-    """Appends to an audit log what each decode step of an engine read and how far its output is from exact.
+    """Logs for each decode step of an engine the bytes that it read and the error of its output.
 
-    Exact is the native engine's attention over everything for the same query, on the same KV: the second run of a
-    layer appends no token. Errors are taken from the float32 results, before they are rounded to the KV dtype.
+    The reference is the native engine's full attention for the same query on the same KV; the second run of a layer
+    appends no token. Errors are computed from the float32 results, before they are rounded to the KV dtype.
 
-    Where the residents are a device's, the host has half of each result: the middle that it answered and the whole
-    middle are merged with one and the same attention to the residents, which the host computes from its own pool. So
-    errors are what the choice of the middle costs there, and the device's rounding is in neither.
+    If a device holds the residents, the host has only the middle's result. The audited and the full middle are then
+    merged with the same attention to the residents, which the host computes from its own pool. So errors there show the
+    effect of the selection in the middle, without the device's rounding.
 
     Layers with a window are exact and have no records.
 
@@ -40,7 +40,7 @@ class Audit(Observer):
         every: audits steps in which the length of the first request is a multiple of this.
 
     Attributes:
-        log: None once it could not be written: requests are worth more than records, so they go on without.
+        log: None after a write error; requests then continue without an audit.
     """
 
     def __init__(self, engine: DecodeEngine, log: AuditLog, every: int = 1) -> None:
@@ -82,12 +82,12 @@ class Audit(Observer):
         return {name: value - self._not_ours.get(name, 0) for name, value in stats.items()}
 
     def _exactly(self, layer: Layer, begin: Callable[..., object], *where: Any) -> None:
-        """The layer once more, with everything read and no new token; results go where `begin` is told to put them."""
+        """Compute the layer again with full attention and no new token, to `where`, the outputs of `begin`."""
         begin(native_plan(self._exact.plan(layer.index, layer.q)), layer.of, layer.q, None, None, *where)
         self._native.layer_finish()
 
     def _whole(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the layer gave, and what it would have given exactly, [B, Hq, D] float32 each."""
+        """The layer's result and the exact result, [B, Hq, D] float32 each."""
         got, want = (torch.empty(layer.q.shape, dtype=torch.float32) for _ in range(2))
         self._native.result(got)
         self._exactly(layer, self._native.layer_begin, torch.empty_like(layer.q))
@@ -95,7 +95,7 @@ class Audit(Observer):
         return got, want
 
     def _merged(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of a layer whose residents are a device's: of its middle in the mailbox's slot."""
+        """The same for a layer whose residents are on a device; its middle is in the mailbox's slot."""
         slot = layer.slot
         whole = torch.empty_like(slot.o), torch.empty_like(slot.lse)
         self._exactly(layer, self._native.middle_begin, *whole)
@@ -141,13 +141,13 @@ class Audit(Observer):
 
 
 def _merged(residents: tuple[torch.Tensor, torch.Tensor], o: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """[B, Hq, D]: residents and middle as one; o [B, Hq, D] is read where lse [B, Hq] is not -inf."""
+    """[B, Hq, D]: residents and middle merged; o [B, Hq, D] is read where lse [B, Hq] is not -inf."""
     read = (lse != -math.inf).unsqueeze(-1)
     return merge_state(*residents, torch.where(read, o, 0.0), lse)[0]
 
 
 def head_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """||got_h - want_h||_2 / max_h' ||want_h'||_2 per head (Fluxion, Eq. 2); 0 where the two are equal.
+    """||got_h - want_h||_2 / max_h' ||want_h'||_2 per head (Fluxion, Eq. 2); 0 if the two are equal.
 
     Args:
         got, want: [B, Hq, D] float32.
@@ -161,7 +161,7 @@ def head_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 
 
 def observer(engine: DecodeEngine, options: FluxionConfig, identity: object) -> Audit:
-    """What the option `audit` asks for. Raises OSError and ValueError as `AuditLog`."""
+    """Make the observer of the option `audit`. Raises OSError and ValueError as `AuditLog`."""
     path = options.path("audit")
     assert path is not None
     gib = options.beside_path("audit", "gb", None)

@@ -1,7 +1,7 @@
-"""The audit file: what each decode step of a server read, and how far its attention was from exact.
+"""The audit file: bytes read by each decode step of a server, and the error of its attention.
 
-A server writes it when the option `audit` names a file; `read` follows it. The file is a sequence of arrays in numpy's
-own format (`numpy.save`), one a decode step, each with a record per (layer, request).
+A server writes it if the option `audit` names a file; `read` follows it. The file is a sequence of arrays in numpy's
+own format (`numpy.save`), one per decode step, each with a record per (layer, request).
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from pathlib import Path
 import numpy as np
 
 SPEC_BYTES = 32
-"""Of a policy's spec that a record has room for."""
+"""Bytes of a policy's spec in a record."""
 
 _MAGIC = b"\x93NUMPY"
 
 
 def record_dtype(q_heads: int) -> np.dtype:
-    """A layer of a request in a decode step.
+    """The record of a layer of a request in a decode step.
 
     policy: spec of the request's policy, cut at SPEC_BYTES. layer: index. length: tokens of the request, this step's
-    included. middle: those that are not resident. tile_bytes: bytes of K and V of the middle that were read, summed
-    over groups: whole tiles of selected blocks, once for all heads of a group; of single tokens (`oracle`) the rows
-    attended to, not the keys scanned to find them; with what the policy read itself to learn. metadata_bytes: block
-    metadata scanned. kv_bytes: K and V of the whole middle, all groups. error [q_heads]:
-    ||o_h - o_h_full||_2 / max_h' ||o_h'_full||_2 of every query head (Fluxion, Eq. 2; the maximum is over the layer's
-    heads).
+    included. middle: tokens that are not resident. tile_bytes: bytes of K and V of the middle that were read, summed
+    over groups. For selected blocks it counts whole tiles, once for all heads of a group; for single tokens (`oracle`)
+    the rows attended to, not the keys scanned to find them. It includes what the policy itself read. metadata_bytes:
+    block metadata
+    scanned. kv_bytes: K and V of the whole middle, all groups. error [q_heads]: ||o_h - o_h_full||_2 /
+    max_h' ||o_h'_full||_2 of every query head (Fluxion, Eq. 2; the maximum is over the layer's heads).
     """
     return np.dtype(
         [
@@ -47,18 +47,18 @@ def record_dtype(q_heads: int) -> np.dtype:
 
 
 class AuditLog:
-    """Appends arrays to an audit file; it is made if it does not exist.
+    """Appends arrays to an audit file, which is created if it does not exist.
 
-    Half an array at the end of one that does, which a server that was killed leaves, is cut off: readers could not
-    tell what follows it.
+    An incomplete array at the end of an existing file, left by a killed server, is cut off, because readers could not
+    find the arrays after it.
 
     Args:
-        limit: bytes of the file. One that an array would make larger is renamed to `rotated(path)`, in place of the
-            file there, and a new one begins. None: it may grow without limit.
+        limit: most bytes of the file. If an array would exceed it, the file is renamed to `rotated(path)`, replacing
+            the file there, and a new one begins. None: no limit.
 
     Raises:
         OSError: the file cannot be opened or written.
-        ValueError: there is a file, and it is no audit file.
+        ValueError: the file exists and is no audit file.
     """
 
     def __init__(self, path: str | os.PathLike[str], limit: int | None = None) -> None:
@@ -67,17 +67,17 @@ class AuditLog:
 
     def _open(self) -> None:
         path = self._path
-        # Without a buffer: what could not be written must not be tried again later. Appending: the file may be emptied
-        # by its reader while it is open here.
+        # Unbuffered, so that a failed write is not retried later. In append mode, because the reader may empty the file
+        # while it is open here.
         self._file = path.open("ab", buffering=0)
-        # Pipes and devices have no end to go back to.
+        # Pipes and devices cannot be truncated.
         self._regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
         if self._regular:
             self._file.truncate(_end_of_whole_arrays(path))
 
     def append(self, records: np.ndarray) -> None:
-        """Append one step: the array is in the file when this returns, and nothing of it when this raises OSError."""
-        # numpy would write header and data apart; in one piece a reader seldom meets half an array.
+        """Append one step. On return the array is in the file; if it raises OSError, none of it is."""
+        # In one write, so that a reader seldom sees an incomplete array; numpy writes header and data separately.
         buffer = io.BytesIO()
         np.save(buffer, records, allow_pickle=False)
         rest = buffer.getbuffer()
@@ -98,12 +98,12 @@ class AuditLog:
 
 
 def rotated(path: Path) -> Path:
-    """Where a full audit file goes."""
+    """The path of a full audit file."""
     return path.with_name(path.name + ".1")
 
 
 def _end_of_whole_arrays(path: Path) -> int:
-    """Where the last whole array of an audit file ends; raises ValueError where its first is none."""
+    """The end of the last complete array of an audit file. Raises ValueError if the file does not begin with one."""
     done = 0
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -129,17 +129,17 @@ def _end_of_whole_arrays(path: Path) -> int:
 
 
 def read(path: str | os.PathLike[str], offset: int = 0) -> tuple[list[np.ndarray], int]:
-    """The arrays that were appended since `offset`, and the offset to go on from.
+    """The arrays that were appended since `offset`, and the offset for the next call.
 
-    An array that is still being written is left for the next call, and so is what is no array. A file that is shorter
-    than the offset was begun anew, because it had the size that the option audit allows: it is read from its start.
+    An incomplete array, and anything after the last array, is left for the next call. A file that is shorter than the
+    offset was rotated, because it had reached its limit, and is read from its start.
 
     Args:
-        offset: 0, or what an earlier call returned.
+        offset: 0, or the result of an earlier call.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: there is no array at the offset: it is no audit file, or the offset is not one of its arrays.
+        ValueError: there is no array at the offset: it is no audit file, or the offset is wrong.
     """
     with Path(path).expanduser().open("rb") as file:
         if offset > os.fstat(file.fileno()).st_size:
@@ -158,6 +158,6 @@ def read(path: str | os.PathLike[str], offset: int = 0) -> tuple[list[np.ndarray
         try:
             arrays.append(np.load(data, allow_pickle=False))
         except (ValueError, EOFError):
-            break  # its end is not there yet
+            break  # an incomplete array
         done = data.tell()
     return arrays, offset + done

@@ -1,8 +1,8 @@
-"""Forced decoding: the true next token at every step, and how probable it was under the policy.
+"""Forced decoding: the true next token at every step, and its probability under the policy.
 
-Perplexity from a prefill says nothing about a policy, because prefill is exact. HGCA's measure is taken at decode
-steps. SGLang lets a request bring a logit processor. This one notes what the model thought of the next target and
-then lets nothing else be sampled.
+Perplexity of a prefill does not depend on the policy, because prefill is exact. Like HGCA's measure, this one is taken
+at decode steps. SGLang lets a request supply a logit processor; this one notes the model's distribution and then allows
+only the next target to be sampled.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any, Final
 import torch
 
 NOTES: Final = "fluxion_forced"
-"""Where a reply's meta_info has the notes: one a step, [log probability of the target, ids, log probabilities]."""
+"""Key of the notes in a reply's meta_info: one a step, [log probability of the target, ids, log probabilities]."""
 
 
 class ForceTokens:
-    """What SGLang calls with the logits of the requests that asked for it; see `sglang.srt.sampling`.
+    """A logit processor that SGLang calls for the requests that name it; see `sglang.srt.sampling`.
 
-    A request's custom_params say `forced` (the targets) and `top` (how many tokens of the distribution to note).
-    Runs in SGLang's scheduler process, which must not be ahead of the request's tokens: no overlap schedule.
+    A request's custom_params have `forced` (the targets) and `top` (number of tokens of the distribution to note).
+    It runs in SGLang's scheduler process and needs the request's current tokens, so the overlap schedule must be off.
     """
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        """[n, vocabulary] logits of n requests, changed in place."""
+        """Change the [n, vocabulary] logits of n requests in place."""
         asked = custom_param_list or []
         # One softmax and one top-k for all rows: with a large vocabulary they dominate the step of a small model.
         logprobs = torch.log_softmax(logits.float(), dim=-1)
@@ -35,7 +35,7 @@ class ForceTokens:
             step = len(request.output_ids)
             target = params["forced"][step]
             notes = (request.customized_info or {}).get(NOTES, [])
-            # By step, not appended: SGLang samples after every chunk of a prefill and keeps the last chunk's token.
+            # Index by step: SGLang samples after every chunk of a prefill and keeps only the last chunk's token.
             ids, values = top.indices[i, :count].tolist(), top.values[i, :count].tolist()
             notes[step:] = [[float(logprobs[i, target]), ids, values]]
             request.customized_info = {NOTES: notes}
@@ -44,8 +44,8 @@ class ForceTokens:
 
 
 def serialized() -> str:
-    """`ForceTokens` in the form in which a request carries it."""
-    # Imported late: a dependency of SGLang, which alone reads this.
+    """`ForceTokens` in serialized form for a request."""
+    # Imported late, because only SGLang, which depends on it, needs it.
     import dill
 
     return json.dumps({"callable": dill.dumps(ForceTokens).hex()})

@@ -1,8 +1,8 @@
-"""How far a policy moves the next-token distribution: Kullback-Leibler divergence against full attention.
+"""Kullback-Leibler divergence of a policy's next-token distribution from that of full attention.
 
-Both answers are greedy and begin alike. While their tokens agree, their contexts are the same, and so are the questions
-put to the two distributions: they are compared at every step up to and including the first whose token differs. The
-token of step 0 comes from the prefill, which is exact under every policy, so it is left out.
+Both answers are greedy. While their tokens agree, their contexts are the same. So the distributions are compared at
+every step up to and including the first with different tokens. The token of step 0 comes from the prefill, which is
+exact under every policy, and is left out.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 WHOLE: Final = 1024
-"""Vocabularies up to this size are compared whole."""
+"""Largest vocabulary that is compared whole."""
 TOP: Final = 256
-"""Of larger ones, this many of each distribution's most probable tokens."""
+"""Number of most probable tokens per distribution that are compared for larger vocabularies."""
 
-_LEAST: Final = 1e-7  # what float32 logprobs say of the mass of a rest is no finer than this
+_LEAST: Final = 1e-7  # resolution of the remaining mass computed from float32 logprobs
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Distribution:
     """The most probable next tokens, or all of them.
 
     Attributes:
-        ids: [n] token ids, each once.
+        ids: [n] distinct token ids.
         logprobs: [n] their natural log probabilities.
     """
 
@@ -41,15 +41,15 @@ class Distribution:
 
 
 def tokens_compared(vocabulary: int) -> int:
-    """How many tokens a distribution has to list for `divergence`."""
+    """Number of tokens that a distribution must list for `divergence`."""
     return vocabulary if vocabulary <= WHOLE else TOP
 
 
 def divergence(full: Distribution, other: Distribution) -> float:
     """KL(full || other) in nats, over the tokens that both list and one bucket for all others.
 
-    Where both list the whole vocabulary this is the divergence itself. Where they do not, it is a lower bound of it:
-    merging outcomes never increases a divergence (data-processing inequality).
+    If both list the whole vocabulary, this is the exact divergence. Otherwise it is a lower bound, because merging
+    outcomes never increases a divergence (data-processing inequality).
     """
     _, at, to = np.intersect1d(full.ids, other.ids, assume_unique=True, return_indices=True)
     p, q = np.exp(full.logprobs[at]), np.exp(other.logprobs[to])
@@ -68,7 +68,7 @@ def divergences(
     other_tokens: Sequence[int],
     other: Sequence[Distribution],
 ) -> list[float]:
-    """The divergence at every step that can be compared (see the module), step 0 left out.
+    """The divergence at every comparable step (see the module), without step 0.
 
     Args:
         full, other: one distribution a token.

@@ -1,4 +1,4 @@
-"""The files of a model: where they are, and their fingerprint, because results of two models must not mix."""
+"""Finds the files of a model, and their fingerprint, which keeps results of different models apart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-# What the configuration, the tokenizer and the chat template are read from.
+# Files with the configuration, the tokenizer and the chat template.
 _OTHERS: Final = (
     *("*config.json", "*token*.json", "vocab*.json", "chat_template*.json", "*.index.json"),
     *("*.jinja", "*.model", "merges.txt", "*.tiktoken"),
@@ -18,13 +18,13 @@ _PIECE: Final = 1 << 24
 
 
 def model_folder(name: str) -> Path | None:
-    """The folder that a user means; None where `name` is one on the Hub.
+    """The model folder `name`; None if `name` is a model on the Hub.
 
     Raises:
-        ValueError: one sentence: it is a path, and no model is there.
+        ValueError: one sentence: it is a path without a model.
     """
     folder = Path(name).expanduser()
-    # By os.path, which takes what this user may not see for what is not there.
+    # os.path treats files that this user may not see as missing.
     if os.path.isfile(folder / "config.json"):
         return folder
     if os.path.isdir(folder):
@@ -38,12 +38,12 @@ def model_folder(name: str) -> Path | None:
 
 
 def cache() -> Path:
-    """Where `make checkpoints` keeps what it fetches: `fluxion` under XDG_CACHE_HOME, else under ~/.cache."""
+    """The folder of `make checkpoints`: `fluxion` under XDG_CACHE_HOME, else under ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fluxion"
 
 
 def public(name: str, kind: str = "checkpoints") -> str:
-    """The path of what `make checkpoints` keeps under this name; another name, or the path of a file, as it is.
+    """The path of a download of `make checkpoints` by name; other names and paths are returned unchanged.
 
     Args:
         kind: "checkpoints", or "texts".
@@ -55,8 +55,8 @@ def public(name: str, kind: str = "checkpoints") -> str:
 
 
 def weights(folder: Path) -> list[Path]:
-    """The files of the weights, of the first format that there is; [] where there are none. Where an index names them,
-    those alone: a repository may have a second copy in another layout."""
+    """The weight files in the first format found; [] if there are none. If there is an index, only the files that it
+    names: a repository may have a second copy in another layout."""
     for kind in _WEIGHTS:
         if not (found := sorted(folder.glob(kind))):
             continue
@@ -73,7 +73,7 @@ def _indexed(index: Path) -> set[str]:
 
 
 def fingerprint(folder: Path) -> str:
-    """SHA-256 of the weights and of what else says how text becomes an answer, names included, in the order of names.
+    """SHA-256 of the weights and of all other files that determine an answer, names included, in the order of names.
 
     Raises:
         ValueError: one sentence: there are no weights.

@@ -1,7 +1,6 @@
-"""The engine that answers: SGLang, with every policy in one server.
+"""Runs SGLang engines that serve every policy.
 
-A request says its policy, so one engine serves them all, and the radix tree gives all of them the same prefilled
-document.
+A request names its policy, so one engine serves them all, and its radix tree shares the prefilled document among them.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from fluxion_sglang.scoring.kl import Distribution
 from fluxion_sglang.sglang.start.offline import engine_options, start_engine
 
 OFF: Final = "off"
-"""The policy that is none: SGLang without the flag."""
+"""Name for plain SGLang without the flag."""
 
 IDLE_S: Final = 30
-"""Most seconds from an engine's last answer until it has nothing to do."""
+"""Longest time in seconds from an engine's last answer until it is idle."""
 
 
 class EngineFailed(Exception):
-    """The engine did not start; the message is one line of the engine's."""
+    """The engine did not start; the message is one line from the engine."""
 
 
 class RequestFailed(Exception):
-    """The engine refused or aborted a request, or served it in a way that cannot be compared; says which and why."""
+    """The engine refused or aborted a request, or its result cannot be compared. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back.
+    """The result of a request.
 
     Attributes:
         tokens: the completion; if forced, the targets.
@@ -70,11 +69,11 @@ class Reply:
 
 @dataclass(frozen=True)
 class Needs:
-    """What an engine has to hold.
+    """Required capacity of an engine.
 
     Attributes:
-        tokens: of all requests that run at a time, prompts and answers, what they share counted once.
-        batch: requests that run at a time.
+        tokens: of all concurrent requests, prompts and answers; shared tokens count once.
+        batch: concurrent requests.
         forced: whether requests force tokens.
     """
 
@@ -84,7 +83,7 @@ class Needs:
 
 
 class Server:
-    """An engine and the audit file it writes.
+    """An engine and the audit file that it writes.
 
     Args:
         engine: has SGLang's `Engine.generate` and `shutdown`.
@@ -96,7 +95,7 @@ class Server:
         self._engine, self._top, self._audit = engine, top, audit
 
     def generate(self, requests: Sequence[Request]) -> list[Reply]:
-        """Serve requests together, as many at a time as the engine was started for.
+        """Serve requests together, up to the engine's batch size at a time.
 
         Raises:
             RequestFailed: the engine did not serve one of them.
@@ -112,23 +111,23 @@ class Server:
                 top_logprobs_num=[0 if request.forced else self._top for request in requests],
                 **({"custom_logit_processor": processors} if any(processors) else {}),
             )
-        except ValueError as error:  # what the engine raises for a request that it does not take
+        except ValueError as error:  # the engine refuses a request
             raise RequestFailed(f"The engine refused a request: {error}") from error
         return [self._reply(request, reply) for request, reply in zip(requests, replies, strict=True)]
 
     def audited(self) -> list[NDArray[Any]]:
-        """The audit records since the last call, an array a decode step."""
+        """The audit records since the last call, one array per decode step."""
         if self._audit is None or not self._audit.exists():
             return []
         from fluxion_sglang.scoring.audit_file import read
 
         arrays, _ = read(self._audit)
-        # A run writes gigabytes. The engine appends, and it is idle between two calls of `generate`.
+        # A run writes gigabytes, so empty the file. The engine appends, and is idle between two calls of `generate`.
         os.truncate(self._audit, 0)
         return list(arrays)
 
     def forget(self) -> None:
-        """Leave nothing in the radix tree, for the next request to prefill its whole prompt."""
+        """Flush the radix tree, so that the next request prefills its whole prompt."""
         until = time.monotonic() + IDLE_S
         while not self._engine.flush_cache().success:
             if time.monotonic() > until:
@@ -159,7 +158,8 @@ class Server:
         if not meta or reason.get("type") == "abort":
             raise RequestFailed(f"A request under policy {request.policy!r} failed: {reason.get('message') or reply}")
         if meta.get("num_retractions"):
-            # What it had said is prefilled again, exactly, whatever its policy. `Needs` is sized so that it never is.
+            # After a retraction, decoded tokens are prefilled again, exactly under any policy. `Needs` is sized to
+            # avoid this.
             raise RequestFailed(
                 f"A request under policy {request.policy!r} was retracted: the engine ran out of memory for KV; give a "
                 "smaller --batch, and another --out, because what is there is of this one."
@@ -182,27 +182,27 @@ class Server:
 
 
 FORCED_AUDITED: Final = 8
-"""Of forced tokens, whose answers are hundreds of steps long, one in this many is audited: an audit takes a third of
-the time."""
+"""One in this many steps with forced tokens is audited: such answers have hundreds of steps, and an audit takes a third
+of the time."""
 
 Start = Callable[[str, Needs], Server]
-"""Starts an engine: `OFF` or anything else, and what it has to hold."""
+"""Starts an engine, given `OFF` or any policy, and its required capacity."""
 
 
 def starter(
     model: Path, top: int, dtype: str, device: str | None = None, config: Mapping[str, Any] | None = None
 ) -> Start:
-    """How to start an engine for a model.
+    """A function that starts engines for a model.
 
     Args:
-        top: as of `Server`. dtype, device: as SGLang's. config: further options of `--fluxion-config`.
+        top: as for `Server`. dtype, device: as SGLang's. config: further options of `--fluxion-config`.
     """
 
     def start(policy: str, needs: Needs) -> Server:
         audit = None if policy == OFF else Path(tempfile.mkdtemp(prefix="fluxion-quality-")) / "audit.npy"
         try:
             engine = start_engine(options(model, dtype, device, needs, audit, config or {}))
-        except BaseException as error:  # whatever it is that an engine cannot do here
+        except BaseException as error:  # an engine can fail with any exception
             if audit is not None:
                 shutil.rmtree(audit.parent, ignore_errors=True)
             if not isinstance(error, (Exception, SystemExit)):
@@ -221,8 +221,8 @@ def options(
     tokens = -(-needs.tokens // PAGE) * PAGE
     more = {
         "max_running_requests": needs.batch,
-        # With it, a step is computed past the end of every answer (and would be in the audit), and a logit processor
-        # sees a request one token late.
+        # With the overlap schedule, a step is computed past the end of every answer (and would be audited), and a logit
+        # processor sees a request one token late.
         "disable_overlap_schedule": True,
         "enable_custom_logit_processor": needs.forced,
     }

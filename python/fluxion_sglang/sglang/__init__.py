@@ -1,1 +1,1 @@
-"""The only folder that imports sglang."""
+"""The only package that imports sglang."""

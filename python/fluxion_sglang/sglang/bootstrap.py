@@ -1,8 +1,7 @@
-"""What happens inside `import sglang`, in every process of an environment that has this package.
+"""Activates the plug-in during `import sglang`, in every process of an environment that has this package.
 
-It must be cheap, and it must not break an SGLang that does not ask for Fluxion: it adds the two options, the
-names of the attention backend and of a quantization, and four steps to the resolution of options that do nothing
-without the flag.
+It must be cheap, and must not break SGLang without the flag. It adds the two options, the names of the attention
+backend and of a quantization, and four steps of option resolution that do nothing without the flag.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def activate() -> str | None:
     """Entry point of the group `sglang.srt.platforms`.
 
     Returns:
-        The class of the CPU platform on a machine without an accelerator, else None (SGLang's own)
+        The class of the CPU platform on a machine without an accelerator; else None, for SGLang's own platform.
     """
     try:
         _install()
@@ -33,7 +32,7 @@ def activate() -> str | None:
             f"install SGLang {compat.SUPPORTED} or leave the option out."
         )
         logger.warning("Fluxion is inactive: %s", error)
-        # The option may not even exist, and "unrecognized arguments" would not say why.
+        # The option may not even exist, and "unrecognized arguments" would not give the reason.
         if any(word == "--enable-fluxion" for word in sys.argv[1:]):
             raise SystemExit(compat.activation_problem) from None
     return None if _has_own_platform() else _CPU_PLATFORM
@@ -43,8 +42,7 @@ def _install() -> None:
     from fluxion_sglang.sglang.start import server_fields
 
     server_fields.install()
-    # From here on the options exist. Should the rest fail, publication refuses the flag
-    # (plugin.install_if_enabled).
+    # The options exist from here on. If the rest fails, publication refuses the flag (plugin.install_if_enabled).
     from sglang.srt.arg_groups import choices
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
@@ -56,7 +54,7 @@ def _install() -> None:
         register_resolution_hook(step)(_lazy_step(step))
 
 
-# Steps of SGLang's resolution that we take part in; bodies of the same names in `resolution`.
+# Fluxion's steps of SGLang's option resolution; `resolution` has their bodies by the same names.
 STEPS = (
     "handle_missing_default_values",
     "handle_cuda_graph_config",
@@ -80,7 +78,7 @@ def _lazy_step(step: str) -> Any:
 
 
 def _has_own_platform() -> bool:
-    """Whether SGLang has a platform of its own for this machine."""
+    """Whether SGLang's own platforms support this machine."""
     import torch
 
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":

@@ -1,6 +1,6 @@
-"""What this plug-in needs of SGLang, checked by name before it is used.
+"""Names of SGLang that this plug-in needs, checked before they are used.
 
-Nothing here runs, and nothing here can fail, unless the server was started with --enable-fluxion.
+The checks run, and can fail, only if the server was started with --enable-fluxion.
 """
 
 from __future__ import annotations
@@ -16,33 +16,32 @@ from typing import Any
 _RELEASE = (0, 5, 23)
 SUPPORTED = "{}.{}.{}".format(*_RELEASE)
 REQUIREMENT = "sglang>={}.{}.{},<{}.{}.{}".format(*_RELEASE, *_RELEASE[:2], _RELEASE[2] + 1)
-"""What to install, as pyproject.toml has it; the pages that name it have this one."""
+"""The requirement for pip, as in pyproject.toml; documentation pages quote it."""
 
 _ACCEPT = "FLUXION_ACCEPT_SGLANG"
-"""An environment variable that names one version more: `make test-sglang` tries those that are new with it."""
+"""Environment variable with one more accepted version; `make test-sglang` uses it to try new versions."""
 
 BACKEND = "fluxion"
 """The name of the attention backend."""
 
 INT8_WEIGHTS = "fluxion-int8"
-"""Our word for --quantization (`weights/rounding.py`)."""
+"""The value of --quantization for `weights/rounding.py`."""
 
-# Why the bootstrap could not do its work, if it could not. It must not stop an SGLang that does not ask for
-# Fluxion.
+# Why the bootstrap failed, or None. A failure must not stop an SGLang that does not use Fluxion.
 activation_problem: str | None = None
 
 
 class CompatError(RuntimeError):
-    """This SGLang is not one that the plug-in fits. The message is one sentence."""
+    """The installed SGLang does not fit the plug-in. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """One name of SGLang's that is used here.
+    """A name of SGLang that is used here.
 
     Attributes:
-        module, name: where it lives; `name` may have dots (a method).
-        parameters: exact parameter names for what is wrapped or called by keyword, else None.
+        module, name: its module and its name there; `name` may have dots (a method).
+        parameters: exact parameter names of a function that is wrapped or called by keyword, else None.
     """
 
     module: str
@@ -54,7 +53,7 @@ class Need:
         return f"{self.module}.{self.name}"
 
     def problem(self) -> str | None:
-        """None, or what is wrong with it in a few words."""
+        """None, or what is wrong with the name, in a few words."""
         try:
             value: Any = importlib.import_module(self.module)
         except ImportError as error:
@@ -64,7 +63,7 @@ class Need:
                 return f"{self.path} does not exist"
             value = getattr(value, part)
         if self.parameters is not None:
-            # The function under wrappers: another plug-in may have hooked it as well.
+            # Unwrap: another plug-in may also have hooked the function.
             found = tuple(inspect.signature(inspect.unwrap(value)).parameters)
             if found != self.parameters:
                 return f"{self.path} takes ({', '.join(found)}) and not ({', '.join(self.parameters)})"
@@ -117,7 +116,7 @@ _SESSION = "sglang.srt.session.streaming_session"
 MATCH_SESSION = Need(_SESSION, "StreamingSession.try_match_prefix", ("self", "params"))
 END_TURN = Need(_SESSION, "StreamingSession.try_cache_finished_req", ("self", "req"))
 
-# What the hooks of `containment/` replace.
+# Functions that the hooks of `containment/` replace.
 COUNT_ANSWERS = Need("sglang.srt.managers.io_struct", "GenerateReqInput.normalize_batch_and_arguments", ("self",))
 NAME_REQUEST = Need(_TOKENIZER, "TokenizerManager._init_req_state", ("self", "obj", "request"))
 MAKE_MESSAGE = Need(
@@ -184,7 +183,7 @@ CONTAINMENT = (
     KEEP_GRAMMAR,
 )
 
-# Of layers with a state a request (`states.py`), checked where a model has them.
+# For layers with a state per request (`states.py`), checked if a model has them.
 _HYBRID = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
 _DELTA_RULE = "sglang.srt.layers.attention.linear.gdn_backend"
 STATE_NEEDS = (
@@ -198,7 +197,7 @@ STATE_NEEDS = (
     Need("sglang.srt.layers.attention.linear.kernels.kernel_backend", "LinearAttnKernelBase.extend"),
 )
 
-# Of NGRAM speculative decoding on a CPU (`speculation.py`), checked where a server asks for it.
+# For NGRAM speculative decoding on a CPU (`speculation.py`), checked if the server uses it.
 TREE_MODULE = "sglang.kernels.ops.speculative.reconstruct_tree"
 NGRAM_SAMPLING = "sglang.srt.speculative.eagle_utils"
 NGRAM_WORKER = "sglang.srt.speculative.ngram_worker"
@@ -237,7 +236,7 @@ NGRAM_NEEDS = (
     Need(NGRAM_WORKER, "USE_FULL_MASK"),
 )
 
-# Of KV that outlives the server (`disk.py`), checked where a server asks for it.
+# For KV that outlives the server (`disk.py`), checked if the server uses it.
 LINKER_OPTION = "enable_unified_cache_external_linker"
 _LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
 DISK_NEEDS = (
@@ -258,7 +257,7 @@ DISK_NEEDS = (
     ),
 )
 
-# Of prompts that another server prefills (`transfer.py`), checked where a server asks for it.
+# For prompts that another server prefills (`transfer.py`), checked if the server uses it.
 _DECODE = "sglang.srt.disaggregation.decode"
 _TRANSFER = "sglang.srt.disaggregation.utils"
 KV_CLASS = Need(_TRANSFER, "get_kv_class", ("transfer_backend", "class_type"))
@@ -283,7 +282,7 @@ TRANSFER_NEEDS = (
 )
 
 _SRT = "sglang.srt."
-# By module, the names of which existence is all that we need.
+# Names by module that only have to exist.
 _NAMES = {
     "plugins.hook_registry": ("HookRegistry.register", "HookRegistry.apply_hooks", "HookType.AROUND"),
     "layers.attention.attention_registry": ("ATTENTION_BACKENDS",),
@@ -314,7 +313,7 @@ _NAMES = {
     "constants": ("HEALTH_CHECK_RID_PREFIX",),
     "model_executor.model_runner_components.weight_updater": ("_unsupported_derived_weight_cache_error",),
     "session.streaming_session": ("StreamingSession.release_session",),
-    # Quantised checkpoints (`weights/quantised_checkpoints.py`).
+    # For quantised checkpoints (`weights/quantised_checkpoints.py`).
     "layers.linear": ("LinearBase.scheme",),
     "layers.parameter": ("BasevLLMParameter.load_merged_column_weight",),
     "layers.vocab_parallel_embedding": ("ParallelLMHead.scheme",),
@@ -406,7 +405,7 @@ NEEDS = (
 
 
 def import_sglang() -> str | None:
-    """Import SGLang as a server process does, which activates the plug-in; None, or why that fails."""
+    """Import SGLang like a server process, which activates the plug-in. Returns None, or why that fails."""
     try:
         importlib.import_module("sglang.srt.server_args")
     except Exception as error:
@@ -415,7 +414,7 @@ def import_sglang() -> str | None:
 
 
 def sglang_version() -> str:
-    """The installed version; raises CompatError when there is none."""
+    """The installed version. Raises CompatError if there is none."""
     try:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -423,7 +422,7 @@ def sglang_version() -> str:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The release alone: a pre-release of the next version already has that version's insides."""
+    """The release number. A pre-release counts as the version that it precedes, because its code is that version's."""
     from packaging.version import InvalidVersion, Version
 
     try:
@@ -443,7 +442,7 @@ def version_problem(version: str) -> str | None:
 
 
 def problems(needs: tuple[Need, ...] = NEEDS) -> Iterator[str]:
-    """Every reason, a sentence each, why the plug-in cannot work with the installed SGLang."""
+    """The reasons, one sentence each, why the plug-in cannot work with the installed SGLang."""
     if (problem := version_problem(sglang_version())) is not None:
         yield problem
     if activation_problem is not None:
@@ -460,7 +459,7 @@ def check(needs: tuple[Need, ...] = NEEDS) -> None:
 
 
 def missing(what: str) -> CompatError:
-    """The error for something of SGLang's (an option, an attribute) that is not there under its name."""
+    """The error for an option or attribute of SGLang that does not exist under its name."""
     return CompatError(_misfit(f"{what} does not exist"))
 
 

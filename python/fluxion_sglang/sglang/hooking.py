@@ -1,4 +1,4 @@
-"""Puts hooks around SGLang's functions, and says whether this process is to have any."""
+"""Puts hooks around SGLang's functions, and tells whether this process needs them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ Hooks = Mapping[compat.Need, Callable[..., Any]]
 
 
 def enabled_here() -> bool:
-    """Whether the configuration that this process has installed, if any, has the flag."""
+    """Whether this process has installed a configuration with the flag."""
     from sglang.srt.runtime_context import get_context
 
     try:
         return bool(get_context().server_args.enable_fluxion)
-    except ValueError:  # none installed
+    except ValueError:  # no configuration is installed
         return False
 
 
 def attention_of(runner: Any) -> Any:
-    """A model runner's backend of attention. SGLang wraps it where other layers keep states."""
+    """A model runner's attention backend. SGLang wraps it if other layers keep states."""
     backend = runner.attn_backend
     return getattr(backend, "full_attn_backend", backend)
 
 
 def put_in(hooks: Hooks) -> None:
-    """Have each hook called in place of its function, with the function before the arguments; a second call changes
+    """Call each hook in place of its function, with the function as the first argument. A second call changes
     nothing."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
@@ -40,7 +40,7 @@ def put_in(hooks: Hooks) -> None:
 
 
 def assert_applied(hooks: Hooks) -> None:
-    """Raise CompatError unless every hook is in place: SGLang logs a hook that fails and goes on."""
+    """Raise CompatError unless every hook is in place, because SGLang only logs a hook that fails."""
     for need, hook in hooks.items():
         if not compat.is_applied(need, hook):
             raise compat.CompatError(

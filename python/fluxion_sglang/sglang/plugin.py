@@ -1,8 +1,7 @@
-"""The hooks on SGLang's insides: what `HOOKS` names, each with its reason in docs/dev/hooks.md.
+"""The hooks on SGLang's internals, listed in `HOOKS`; docs/dev/hooks.md explains each.
 
-They go in, and the attention backend with them, when a process installs a configuration that has the flag
-(see `server_fields`), not before: without the flag SGLang's functions are SGLang's own. What they do is in
-`pools`, `requests`, `rows`, `sessions`, `refusals`, `backend` and the folder `containment`, imported when first needed.
+They and the attention backend are installed when a process installs a configuration with the flag (`server_fields`).
+Without the flag SGLang's functions are unchanged. The modules with the hooks are imported on first use.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from fluxion_sglang.sglang.hooking import assert_applied, enabled_here, put_in
 
 
 def _ours(module: str, name: str) -> Callable[..., Any]:
-    """A hook that is a function of a module of this folder, imported when it is first needed; without the flag
-    SGLang's function is called as it is."""
+    """A hook that calls a function of a module of this package, imported on first use. Without the flag it calls
+    SGLang's function."""
 
     found: list[Callable[..., Any]] = []
 
@@ -33,7 +32,7 @@ def _ours(module: str, name: str) -> Callable[..., Any]:
 
 
 def _chain(name: str, *modules: str) -> Callable[..., Any]:
-    """The hooks of this name of several modules around one function, the outermost first."""
+    """Chain the hooks of this name in several modules around one function, the outermost first."""
 
     hooks = [_ours(module, name) for module in modules]
 
@@ -70,7 +69,7 @@ HOOKS: dict[compat.Need, Callable[..., Any]] = {
     compat.GGUF_MODEL: _ours("weights.gguf", "load_model"),
     compat.GGUF_ABSENT: _ours("weights.gguf", "get_gguf_extra_tensor_names"),
     compat.WEIGHTS: _ours("start.language_model", "get_weights_iterator"),
-    # Containment (containment/__init__.py), in the order in which a request meets it.
+    # Containment (containment/__init__.py), in the order in which a request passes the rings.
     compat.GENERATE: _ours("containment.door", "generate_request"),
     compat.COUNT_ANSWERS: _ours("containment.door", "normalize_batch_and_arguments"),
     compat.NAME_REQUEST: _ours("containment.door", "init_req_state"),
@@ -102,18 +101,18 @@ HOOKS: dict[compat.Need, Callable[..., Any]] = {
 def load() -> None:
     """Entry point of the group `sglang.srt.plugins`.
 
-    SGLang calls it at the start of a process, as a rule before the process knows its options; there is
-    nothing to do then. A process that has its options already gets its hooks here.
+    SGLang calls it at the start of a process, usually before the process has its options; then there is nothing to do.
+    A process that already has its options gets its hooks here.
     """
     if enabled_here():
         install()
 
 
 def install_if_enabled(config: Any) -> bool:
-    """SGLang's call when a process installs its configuration; the answer is kept as `fluxion.hooked`.
+    """Called by SGLang when a process installs its configuration; the result is kept as `fluxion.hooked`.
 
     Raises:
-        CompatError: the flag is on, and a name that the hooks need is not there.
+        CompatError: the flag is on, and a name that the hooks need is missing.
     """
     if not config.enable_fluxion:
         return False
@@ -128,7 +127,7 @@ def install_if_enabled(config: Any) -> bool:
 
 
 def install() -> None:
-    """Put the hooks in; a second call changes nothing. Raises CompatError, and leaves SGLang as it was."""
+    """Install the hooks; a second call changes nothing. Raises CompatError, and leaves SGLang unchanged."""
     compat.check()
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 
@@ -145,7 +144,7 @@ def install() -> None:
 
 
 def assert_hooks_applied() -> None:
-    """Raise CompatError unless every hook is in place: SGLang logs a hook that fails and goes on."""
+    """Raise CompatError unless every hook is in place, because SGLang only logs a hook that fails."""
     assert_applied(HOOKS)
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 

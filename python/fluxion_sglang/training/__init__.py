@@ -1,1 +1,1 @@
-"""`fluxion train`: from sequences to a predictor."""
+"""`fluxion train`: trains a predictor from token sequences."""

@@ -35,8 +35,8 @@ _VERSIONED = ("fluxion-sglang", "torch", "safetensors", "transformers")
 
 
 class Trained(NamedTuple):
-    """One tau of an artifact, to save: threshold is the streaming logit's, margins [layers, Hq, 4] float32 are what
-    budgets are multiplied with (`margins.py`), metrics hold plain JSON values."""
+    """One tau of an artifact to save. threshold: for the streaming logit. margins: [layers, Hq, 4] float32 factors of
+    budgets (`margins.py`). metrics: plain JSON values."""
 
     network: HeadPredictor
     threshold: float
@@ -55,10 +55,10 @@ def save(
     """Write an artifact, weights in bfloat16; files of the same names are replaced, predictor.json last.
 
     Args:
-        folder: made where it is missing.
+        folder: created if it is missing.
         trained: by tau.
-        features: names of the 41 features in their order.
-        calibrated: the tau that is used where none is asked for; one of `trained`.
+        features: names of the 41 features in order.
+        calibrated: the default tau; one of `trained`.
 
     Raises:
         PredictorError: nothing to save, or weights or margins that could not be loaded again.
@@ -70,7 +70,7 @@ def save(
             "name one of them."
         )
     files: dict[str, dict[str, Any]] = {}
-    contents: dict[str, bytes] = {}  # all of them are right before one is written
+    contents: dict[str, bytes] = {}  # check all of them before any file is written
     for tau, entry in sorted(trained.items()):
         if not (math.isfinite(tau) and tau > 0):
             raise PredictorError(f"tau is {tau}; train with an error threshold above 0 such as 0.10.")
@@ -122,7 +122,7 @@ def _version(package: str) -> str | None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    # A reader sees the old file or the new one, never half of one.
+    # Atomic: a reader sees the old file or the new one.
     part = path.with_name(path.name + ".part")
     part.write_bytes(content)
     part.replace(path)

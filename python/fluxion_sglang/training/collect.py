@@ -1,4 +1,4 @@
-"""Records training samples of a model: one prefill a sequence through SGLang, with the recorder on."""
+"""Records training samples of a model: one prefill per sequence through SGLang, with the recorder on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def record(
         "window": placement.window,
         "host_tokens": -(-(longest + 2 * PAGE) // PAGE) * PAGE,
     }
-    # A token that comes from the radix tree has no query to record.
+    # Without the radix tree, because a token from a cache hit has no query to record.
     alone = {"disable_radix_cache": True, "max_running_requests": 1}
     engine = start_engine(engine_options(model, dtype, device, config, **alone))
     try:

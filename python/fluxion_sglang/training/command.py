@@ -1,4 +1,4 @@
-"""`fluxion train`: its options. `run.py` does the work."""
+"""`fluxion train`: its options. `run.py` has the implementation."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    from fluxion_sglang.training.run import main  # torch: seconds that `fluxion --help` need not wait for
+    from fluxion_sglang.training.run import main  # imports torch, which would delay `fluxion --help` by seconds
 
     return main(arguments)

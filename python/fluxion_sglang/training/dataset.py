@@ -1,4 +1,4 @@
-"""What a predictor is trained on: sequences, which of their tokens are taken as decode steps, and what was recorded."""
+"""Training data of a predictor: sequences, the selection of tokens as decode steps, and the recorded samples."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from fluxion_sglang.training.scores import Samples
 
 SEGMENT: Final = 4096
 STEPS: Final = 8
-"""Of a text, so many random steps are taken from every segment of so many tokens (Fluxion, section 7)."""
+"""STEPS random steps are taken from every SEGMENT tokens of a text (Fluxion, section 7)."""
 
 ANSWER_STEPS: Final = 24
-"""Steps taken from an answer at most."""
+"""Most steps taken from an answer."""
 
 
 class Encode(NamedTuple):
-    """Text to token ids. prompt: as a server makes them of a text; answer: of one that goes on, with nothing added."""
+    """Converts text to token ids. prompt: like a server does; answer: for a continuation, without special tokens."""
 
     prompt: Callable[[str], list[int]]
     answer: Callable[[str], list[int]]
 
 
 def encode_with(tokenize: Callable[..., list[int]]) -> Encode:
-    """By a tokenizer's `encode`, which adds what the model wants around a text unless `add_special_tokens` is false."""
+    """Make an `Encode` from a tokenizer's `encode`, which adds special tokens unless `add_special_tokens` is false."""
 
     def prompt(text: str) -> list[int]:
         ids, bare = tokenize(text), tokenize(text, add_special_tokens=False)
-        # What stands behind the text would end it.
+        # Drop special tokens after the text, because they would end it.
         start = next((i for i in range(len(ids) - len(bare) + 1) if ids[i : i + len(bare)] == bare), None)
         return ids if start is None or not bare else ids[: start + len(bare)]
 
@@ -44,7 +44,7 @@ def encode_with(tokenize: Callable[..., list[int]]) -> Encode:
 
 
 class DataError(ValueError):
-    """The data cannot be used; the message is one sentence that says where and why."""
+    """The data cannot be used. The message is one sentence that says where and why."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TokenSequence:
 
     Attributes:
         tokens: token ids, the answer's included.
-        answer: how many of them, at the end, are an answer; 0 for a text.
+        answer: number of tokens at the end that are an answer; 0 for a text.
     """
 
     tokens: tuple[int, ...]
@@ -63,8 +63,8 @@ class TokenSequence:
 def read_sequences(path: Path, encode: Encode, room: int) -> list[TokenSequence]:
     """The sequences of a JSONL file.
 
-    A line is an object with `input_ids` or `text`, and, where the end is an answer, `answer_ids` or `answer`; or a line
-    of LongBench-V2 (`context`, `question`, `choice_A` to `choice_D`, `answer`), which becomes a text. Texts are cut at
+    A line is an object with `input_ids` or `text`, and optionally an answer as `answer_ids` or `answer`; or a line of
+    LongBench-V2 (`context`, `question`, `choice_A` to `choice_D`, `answer`), which becomes a text. Texts are cut at
     `room` tokens.
 
     Raises:
@@ -119,13 +119,13 @@ def _tokens(
 
 
 def choose_steps(sequence: TokenSequence, seed: int, resident: int) -> list[tuple[int, list[int]]]:
-    """Anchors and the steps that follow each: positions of tokens, in rising order.
+    """Choose anchors and the steps that follow each, as positions of tokens in rising order.
 
-    Of an answer: its steps, with the prompt's last token as the anchor. Of the rest: `STEPS` random ones of every
-    segment of `SEGMENT` tokens, with the segment's first token as the anchor (Fluxion, section 7).
+    An answer's steps have the prompt's last token as the anchor. The rest has `STEPS` random steps in every segment of
+    `SEGMENT` tokens, with the segment's first token as the anchor (Fluxion, section 7).
 
     Args:
-        resident: tokens that are on the device anyway; earlier steps have nothing to decide.
+        resident: tokens that are always on the device; earlier steps have no middle.
     """
     rng = np.random.default_rng([seed, len(sequence.tokens)])
     prompt = len(sequence.tokens) - sequence.answer
@@ -135,7 +135,7 @@ def choose_steps(sequence: TokenSequence, seed: int, resident: int) -> list[tupl
         if stop - first >= STEPS:
             steps = rng.choice(np.arange(first, stop), STEPS, replace=False)
             chosen.append((max(start, resident), sorted(int(step) for step in steps)))
-    # The last token of an answer is not decoded from.
+    # There is no decode step after the last token of an answer.
     answer = np.arange(max(prompt, resident + 1), len(sequence.tokens) - 1)
     if sequence.answer and len(answer):
         steps = rng.choice(answer, min(ANSWER_STEPS, len(answer)), replace=False)
@@ -144,14 +144,14 @@ def choose_steps(sequence: TokenSequence, seed: int, resident: int) -> list[tupl
 
 
 def with_steps(sequences: Sequence[TokenSequence], resident: int) -> list[int]:
-    """Indices of the sequences that have a step to take; whether one has does not depend on the seed."""
+    """Indices of the sequences with at least one step; this does not depend on the seed."""
     return [i for i, sequence in enumerate(sequences) if choose_steps(sequence, 0, resident)]
 
 
 def fit_line(budgets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The line that is learnt of a head's least budgets, Fluxion's Eq. 1: bgt(blk) = bgt0 + k log2 blk.
+    """The line that the predictor learns for a head's least budgets (Fluxion, Eq. 1): bgt(blk) = bgt0 + k log2 blk.
 
-    bgt0 is the budget for blocks of one token, as in the paper, and k has the least squares of the other sizes.
+    bgt0 is the budget for blocks of one token, as in the paper. k is the least-squares fit to the other sizes.
 
     Args:
         budgets: [..., 5], as `Measurement.budgets`.
@@ -166,7 +166,7 @@ def fit_line(budgets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def recorded(folder: Path, sequences: Iterable[int], layers: int) -> Iterator[tuple[int, recorder.Samples]]:
-    """What was recorded of some sequences: index and samples, a layer at a time."""
+    """Iterate over the recorded samples of some sequences: index and samples, one layer at a time."""
     for sequence in sequences:
         for layer in range(layers):
             if recorder.path(folder, sequence, layer).exists():
@@ -174,7 +174,7 @@ def recorded(folder: Path, sequences: Iterable[int], layers: int) -> Iterator[tu
 
 
 def table(folder: Path, sequences: Iterable[int], layers: int, tau: float) -> Samples:
-    """The training samples of one tau, out of what was recorded; one a head.
+    """The recorded training samples for one tau, one per head.
 
     Raises:
         DataError: nothing was recorded.
@@ -183,7 +183,7 @@ def table(folder: Path, sequences: Iterable[int], layers: int, tau: float) -> Sa
     parts: list[Samples] = []
     for sequence, found in recorded(folder, sequences, layers):
         features = torch.from_numpy(found.features.copy())
-        # Recorded under the first criterion; these are the columns that depend on it.
+        # The features were recorded for the first criterion; these columns depend on it.
         features[..., BUDGETS] = torch.from_numpy(found.anchor_budgets[..., at, 1:])
         least = torch.from_numpy(found.budgets[..., at, :].copy()).reshape(-1, 5)
         bgt0, k = fit_line(least)
@@ -195,7 +195,7 @@ def table(folder: Path, sequences: Iterable[int], layers: int, tau: float) -> Sa
 
 
 def lse_errors(folder: Path, sequences: Iterable[int], layers: int) -> torch.Tensor:
-    """[S] float64: the moment approximation of the LSE over the middle, less the exact one."""
+    """[S] float64: the moment approximation of the LSE over the middle minus the exact one."""
     return torch.cat(
         [
             torch.from_numpy(found.features[..., INDEX["lse_cpu"]] - found.lse_middle).double().flatten()

@@ -1,18 +1,18 @@
-"""Training of the head predictor from features and labels, and what it is worth on sequences it has not seen.
+"""Trains the head predictor from features and labels, and evaluates it on unseen sequences.
 
 Three tasks share one network (Fluxion, section 5.2): streaming or not (binary cross-entropy over all samples), bgt0 and
-k (regression over retrieval heads only). What serving uses of the last two is the budget bgt0 + k * log2(blk) at block
-sizes 16 to 128, so the main regression term is on these four budgets against the labels measured there.
+k (regression over retrieval heads only). Serving uses the budget bgt0 + k * log2(blk) at block sizes 16 to 128. So the
+main regression term compares these four budgets with the labels measured there.
 
-That term is a pinball loss. An error of a budget does not cost the same on both sides: too small breaks the error bound
-tau, so it costs quality, and too large only costs bytes. The pinball loss at quantile p has its minimum where the
-budget suffices for a share p of the cases that look alike; a squared error would aim at the mean, which is too small
-for many heads of a skewed distribution. bgt0 and k by themselves are fitted at the median: two upper
-quantiles added up would be more than the quantile of the sum.
+That term is a pinball loss, because errors of a budget are asymmetric: too small breaks the error bound tau and costs
+quality, too large only costs bytes. The pinball loss at quantile p is minimal if the budget suffices for a share p of
+similar cases. A squared error would fit the mean, which is too small for many heads of a skewed distribution. bgt0 and
+k themselves are fitted at the median, because the sum of two upper quantiles exceeds the quantile of the sum.
 
-Off the training sequences no quantile is promised: budgets get margins from the validation sequences (`margins.py`).
+The quantile does not hold for sequences outside the training set, so budgets get margins from the validation sequences
+(`margins.py`).
 
-Sequences, not samples, are dealt to training, validation and test: the steps of one sequence resemble each other.
+Sequences, not samples, are divided into training, validation and test, because the steps of a sequence are similar.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fluxion_sglang.training.scores import Samples, one_block, score
 
 _LOG2 = torch.tensor([blk.bit_length() - 1 for blk in BLOCKS], dtype=torch.float32)
 _SKEWED = 0.2
-"""A class with a smaller share than this is weighted up."""
+"""A class with a smaller share than this gets a higher weight."""
 
 
 _BATCH, _LEARNING_RATE, _WEIGHT_DECAY = 4096, 2e-3, 1e-2
@@ -43,14 +43,13 @@ _BATCH, _LEARNING_RATE, _WEIGHT_DECAY = 4096, 2e-3, 1e-2
 
 @dataclass(frozen=True)
 class Settings:
-    """How a predictor is trained; every value is checked.
+    """Options of the training; every value is checked.
 
     Attributes:
         epochs: passes over the samples.
-        quantile: in (0, 1), of the budgets: the share of heads whose budget shall suffice.
-        miss_rate: the share of the validation sequences' retrieval heads that the streaming threshold may call
-            streaming.
-        coverage: in (0, 1), the share of budgets that shall suffice, for every head: margins are set so on the
+        quantile: in (0, 1), of the budgets: the share of heads whose budget must suffice.
+        miss_rate: largest share of the validation sequences' retrieval heads that the threshold may call streaming.
+        coverage: in (0, 1), the share of budgets that must suffice, for every head; margins are set to reach it on the
             validation sequences.
 
     Raises:
@@ -75,7 +74,7 @@ class Settings:
 
 
 class Split(NamedTuple):
-    """Which samples train, choose and test: [S] bool each, no sequence in two of them."""
+    """Disjoint sets of samples, [S] bool each; all samples of a sequence are in the same set."""
 
     train: torch.Tensor
     validation: torch.Tensor
@@ -83,10 +82,11 @@ class Split(NamedTuple):
 
 
 def split_sequences(sequences: torch.Tensor, seed: int) -> Split:
-    """Deal whole sequences: of every seven five train, one chooses the threshold and the margins, one tests.
+    """Divide whole sequences: of every seven, five are for training, one for threshold and margins, and one for
+    testing.
 
     Args:
-        sequences: [S] integers, the sequence a sample comes from.
+        sequences: [S] integers, the sequence of each sample.
 
     Raises:
         ValueError: fewer than three sequences.
@@ -104,7 +104,7 @@ def split_sequences(sequences: torch.Tensor, seed: int) -> Split:
 
 
 def fit(samples: Samples, settings: Settings, progress: bool = True) -> Trained:
-    """Train a predictor; the same arguments give the same network on the same machine and thread count.
+    """Train a predictor. Equal arguments give the same network on the same machine and thread count.
 
     Args:
         progress: show a bar.
@@ -158,8 +158,7 @@ def _learn(
 def streaming_threshold(logits: torch.Tensor, streaming: torch.Tensor, miss_rate: float) -> float:
     """The least threshold that calls at most a share `miss_rate` of the retrieval heads streaming.
 
-    Never below 0: a head that is more likely a retrieval head than not reads its budget, however many misses are
-    allowed.
+    It is never below 0, so a head that is more likely a retrieval head reads its budget for any `miss_rate`.
 
     Args:
         logits: [S] float32. streaming: [S] bool, the labels.
@@ -167,7 +166,7 @@ def streaming_threshold(logits: torch.Tensor, streaming: torch.Tensor, miss_rate
     retrieval = logits[~streaming].sort(descending=True).values
     if len(retrieval) == 0:
         return 0.0
-    # Streaming is what lies above the threshold: the heads before this one in the order, and no tie of it.
+    # Heads strictly above the threshold stream, so this head and its ties do not.
     return max(0.0, float(retrieval[int(miss_rate * len(retrieval))]))
 
 
@@ -177,7 +176,7 @@ def pinball(error: torch.Tensor, quantile: float) -> torch.Tensor:
 
 
 def _checked(samples: Samples) -> Samples:
-    """The samples in float32, if they fit together."""
+    """The samples in float32; raises ValueError for wrong shapes or values that are not finite."""
     last = {"features": (COUNT,), "budgets": (len(BLOCKS),)}
     keep = ~samples.streaming.bool()
     for name, tensor in vars(samples).items():
@@ -199,17 +198,17 @@ def _checked(samples: Samples) -> Samples:
 def _standardise(network: HeadPredictor, features: torch.Tensor) -> None:
     values = features.double()
     mean, std = values.mean(0), values.std(0, correction=0)
-    # A feature that does not vary in training says nothing: a unit std keeps its rounding errors small, too.
+    # For a constant feature, a unit std also keeps rounding errors small.
     constant = std <= 1e-6 * mean.abs().clamp(min=1e-6)
     network.mean.copy_(mean)
     network.std.copy_(torch.where(constant, 1.0, std))
 
 
 class _Loss:
-    """The loss of the three tasks, in units around 1: those that the last layer learns.
+    """The loss of the three tasks, scaled to values around 1, which the last layer predicts.
 
     Args:
-        train: gives the units, and the weight of the rarer class.
+        train: gives the scales, and the weight of the rarer class.
     """
 
     def __init__(self, train: Samples, quantile: float) -> None:
@@ -231,7 +230,7 @@ class _Loss:
         if bool(keep.any()):
             pred = raw[keep] * self.scale + self.shift
             lines, labels = pred[:, :1] + pred[:, 1:2] * _LOG2, part.budgets[keep]
-            # A budget of everything is a ceiling that the selector clips to: a line above it is no error.
+            # Budgets are clipped at 1 when they are used, so a prediction above 1 is no error if the label is 1.
             lines = torch.where(labels >= 1, lines.clamp(max=1.0), lines)
             loss = loss + pinball((labels - lines) / self._budget_scale, self._quantile).mean()
             targets = torch.stack([part.bgt0[keep], part.k[keep]], 1)
@@ -239,20 +238,20 @@ class _Loss:
         return loss
 
     def fold_units(self, network: HeadPredictor) -> None:
-        """Have the network predict in true units."""
+        """Fold the scales into the last layer, so that the network predicts true units."""
         last = network.layers[-1]
         assert isinstance(last, nn.Linear)
         with torch.no_grad():
             last.weight.mul_(self.scale.unsqueeze(1))
             last.bias.mul_(self.scale).add_(self.shift)
-            # The weight of the rarer class moved the logit by its logarithm; back to odds.
+            # The class weight shifted the logit by its logarithm; undo it.
             last.bias[2] -= math.log(self._weight)
 
 
 def _train(network: HeadPredictor, train: Samples, validation: Samples, settings: Settings, progress: bool) -> None:
-    """Leaves the weights of the epoch with the least validation loss in the network."""
+    """Train, and keep the weights of the epoch with the least validation loss."""
     loss_of = _Loss(train, settings.quantile)
-    # At least some steps an epoch, however few the samples.
+    # At least eight steps an epoch, even for few samples.
     batch = max(1, min(_BATCH, math.ceil(len(train) / 8)))
     optimizer = torch.optim.AdamW(network.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
     steps = settings.epochs * math.ceil(len(train) / batch)
@@ -296,7 +295,7 @@ def _heads(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _margins(budgets: torch.Tensor, samples: Samples, shape: tuple[int, int], settings: Settings) -> torch.Tensor:
-    """Of the samples' retrieval heads, whose predicted budgets are among `budgets` [S, 4]."""
+    """Fit the margins on the samples' retrieval heads. budgets: [S, 4], predicted for all samples."""
     keep = ~samples.streaming
     layer, head = _heads(samples.features[keep])
     return fit_margins(budgets[keep], samples.budgets[keep], layer, head, shape, settings.coverage)
@@ -305,7 +304,7 @@ def _margins(budgets: torch.Tensor, samples: Samples, shape: tuple[int, int], se
 def _head_constant(
     train: Samples, features: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Baseline: every (layer, head) always as it was on average in training; unseen ones as all heads were."""
+    """Baseline: every (layer, head) always has its mean in training; unseen ones have the mean of all heads."""
     names = torch.cat([train.features, features])[:, [INDEX["layer"], INDEX["head"]]]
     where = names.unique(dim=0, return_inverse=True)[1]
     seen, asked = where[: len(train)], where[len(train) :]
@@ -324,7 +323,7 @@ def _head_constant(
 
 
 def _anchor(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Baseline: the anchor query's budgets, which need no training; bgt0 and k by a line through the four."""
+    """Baseline: the anchor query's budgets, without training; bgt0 and k from a line through the four."""
     budgets = features[:, BUDGETS]
     centred = _LOG2 - _LOG2.mean()
     k = (budgets * centred).sum(1) / (centred**2).sum()

@@ -1,9 +1,8 @@
-"""Training samples, taken where they are served: in a prefill, over the host pool, by the serving functions.
+"""Records training samples in a prefill, from the host pool, with the functions that serve.
 
-A request says in its custom_params which of its tokens are anchors and which are steps. When a chunk has gone into the
-pool, every step of it is measured as if it were being decoded: the token at position t with the t + 1 tokens up to it.
-So labels, features and what they are made of come from the functions and the memory that serve, for every model that
-is served, and a sequence costs one prefill.
+A request's custom_params say which of its tokens are anchors and which are steps. After a chunk is in the pool, each of
+its steps is measured as if it were decoded: the token at position t with the t + 1 tokens up to it. So labels and
+features come from the code and the memory that serve, for every served model, and a sequence costs one prefill.
 """
 
 from __future__ import annotations
@@ -34,36 +33,36 @@ from fluxion_sglang.wishes import RECORD
 logger = logging.getLogger(__name__)
 
 TAUS: Final = (0.10, 0.02, 0.05, 0.15, 0.20, 0.30, 0.40, 0.50)
-"""Of Eq. 2: least budgets are recorded for each. The first is the paper's."""
+"""Thresholds tau of Eq. 2 for which least budgets are recorded. The first is the paper's."""
 
 CRITERIA: Final = tuple(Criterion(Deviation.LAYER, tau) for tau in TAUS)
 
 IDENTITY: Final = "identity.json"
-"""File of the folder that says which model, as the server sees it."""
+"""File of the folder with the identity of the model and options as the server sees them."""
 
 BATCH: Final = 16
 """Steps measured at a time."""
 
 SEQUENCES: Final = 1_000_000
-"""Ids are below it: six digits of a file's name."""
+"""Ids are below this number: six digits in a file's name."""
 
 MOST_STEPS: Final = 4096
-"""Of a request. Each is measured against all tokens before it, and all requests wait for that."""
+"""Most steps of a request. Each is measured against all earlier tokens, and all requests wait for that."""
 
 
 def wishes_for(sequence: int, samples: Sequence[tuple[int, Sequence[int]]]) -> dict[str, Any]:
-    """What a request says to have its steps recorded. samples: anchors, and the steps of each."""
+    """The value of `wishes.RECORD` for a request. samples: anchors, and the steps of each."""
     return {"id": sequence, "samples": [[anchor, list(steps)] for anchor, steps in samples]}
 
 
 def check_wishes(wishes: object, tokens: int) -> tuple[int, int]:
-    """The id of what a request wants recorded, and its last step.
+    """Check a request's recording wishes. Returns their id and the last step.
 
     Args:
-        wishes: as of `wishes.RECORD`. tokens: of the request's prompt.
+        wishes: as for `wishes.RECORD`. tokens: of the request's prompt.
 
     Raises:
-        ValueError: one sentence, what is wrong with it.
+        ValueError: one sentence about the first error.
     """
 
     def whole(value: object) -> bool:
@@ -101,7 +100,7 @@ class Samples:
         step, anchor: [S] positions of the query and of its anchor.
         features: [S, Hq, 41] float32, with the anchor's budgets under the first criterion.
         anchor_budgets, budgets: [S, Hq, C, 5] float32, least budgets of the anchor and of the step (`measure`).
-        result: [S, Hq, 3] float32, as of `measure`. lse_middle: [S, Hq], exact; its approximation is a feature.
+        result: [S, Hq, 3] float32, as for `measure`. lse_middle: [S, Hq], exact; a feature approximates it.
     """
 
     step: np.ndarray
@@ -124,11 +123,11 @@ def read(folder: Path, sequence: int, layer: int) -> Samples:
 
 
 class Recorder(Observer):
-    """Writes the samples of requests into `folder`, a file a layer, when the chunk with the last step has run.
+    """Writes the samples of requests into `folder`, one file per layer, after the chunk with the last step.
 
     Attributes:
-        stopped: why nothing is recorded any more; None while something is. Requests are worth more than samples: a
-            folder that cannot be written ends the recording, and not the pass.
+        stopped: why recording has stopped; None while it runs. If the folder cannot be written, recording stops, and
+            requests continue.
     """
 
     def __init__(self, folder: Path, pool: HostPool) -> None:
@@ -136,7 +135,7 @@ class Recorder(Observer):
         self.folder = folder
         self.pool = pool
         self.stopped: str | None = None
-        # Of the requests that run, by row and layer.
+        # State of the running requests, by row and layer.
         self._queries: dict[tuple[int, int], dict[int, torch.Tensor]] = {}  # of anchors, by position
         self._done: dict[tuple[int, int], list[Samples]] = {}
 
@@ -155,7 +154,7 @@ class Recorder(Observer):
     def prefilled(
         self, layer: int, request: ExtendRequest, wishes: Mapping[str, Any], queries: torch.Tensor, scale: float
     ) -> None:
-        """Take the samples of a chunk."""
+        """Record the samples of a chunk."""
         if self.stopped is not None:
             return
         key = request.row, layer
@@ -163,12 +162,12 @@ class Recorder(Observer):
         anchors = self._queries.setdefault(key, {})
         for anchor in {anchor for anchor, _ in pairs if request.start <= anchor < request.stop}:
             anchors[anchor] = queries[anchor - request.start].clone()
-        # The query of an anchor that came from the radix tree is not known.
+        # Anchors from the radix tree have no known query.
         here = [pair for pair in pairs if request.start <= pair[1] < request.stop and pair[0] in anchors]
         done = self._done.setdefault(key, [])
         for first in range(0, len(here), BATCH):
             done.append(self._samples(anchors, layer, here[first : first + BATCH], request, queries, scale))
-        # Chunks behind the one with the last step have nothing to add.
+        # Later chunks have no samples.
         if max(step for _, step in pairs) < request.stop:
             del self._queries[key], self._done[key]
             if done:
@@ -207,7 +206,7 @@ class Recorder(Observer):
             anchor_q,
             at_anchor.mean_k,
             layer,
-            0,  # a process that records has all heads of all layers
+            0,  # a recording process has all heads of all layers
             placement.sinks,
             placement.window,
             scale,
@@ -226,7 +225,7 @@ class Recorder(Observer):
 
     def _write(self, sequence: int, layer: int, parts: list[Samples]) -> None:
         fields = {name: np.concatenate([getattr(part, name) for part in parts]) for name in Samples.__annotations__}
-        # Whole or not at all: a file that is there is not recorded again.
+        # Atomic, because existing files are not recorded again.
         target = path(self.folder, sequence, layer)
         partial = target.with_suffix(".partial")
         try:
@@ -243,11 +242,11 @@ class Recorder(Observer):
 
 
 LSE_MIDDLE: Final = ANCHOR.index(INDEX["anchor_lse_cpu"])
-"""Place of the middle's exact LSE among the 28 anchor features."""
+"""Index of the middle's exact LSE among the 28 anchor features."""
 
 
 def observer(engine: DecodeEngine, options: FluxionConfig, identity: Callable[[], Identity]) -> Recorder:
-    """What the option `record` asks for."""
+    """Make the observer of the option `record`."""
     folder = options.path("record")
     assert folder is not None
     recorder = Recorder(folder, engine.pool)

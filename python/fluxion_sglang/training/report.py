@@ -1,4 +1,4 @@
-"""What training saw and what came of it: a page in Markdown, and plots where matplotlib is (the extra `train`)."""
+"""Reports training results: a page in Markdown, and plots if matplotlib is installed (the extra `train`)."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def write(
     samples: Samples,
     lse_errors: torch.Tensor,
 ) -> None:
-    """`report.md`, and plots in the shape of the paper's figures 4 and 5.
+    """Write `report.md`, and plots like the paper's figures 4 and 5.
 
     Args:
-        layers: of the model. metrics: by tau. calibrated: of `calibration.outcome`.
-        samples: whose labels are drawn. lse_errors: of `dataset.lse_errors`.
+        layers: of the model. metrics: by tau. calibrated: from `calibration.outcome`.
+        samples: samples whose labels are plotted. lse_errors: from `dataset.lse_errors`.
     """
     absolute = lse_errors.abs().numpy()
     lines = ["# Predictor", "", metrics_table(metrics), "", calibration_table(calibrated["rows"])]
@@ -55,7 +55,7 @@ def write(
     at = layer * heads + head
 
     def mean(values: torch.Tensor) -> torch.Tensor:
-        """[layers, heads, ...] of [S, ...]."""
+        """The mean by head, [layers, heads, ...], of [S, ...]."""
         values = values.float().view(len(values), -1)
         sums = torch.zeros(layers * heads, values.shape[1]).index_add_(0, at, values)
         return (sums / torch.bincount(at, minlength=layers * heads).clamp(min=1).unsqueeze(1)).view(layers, heads, -1)
@@ -67,16 +67,16 @@ def write(
 
 
 def metrics_table(metrics: Mapping[float, Mapping[str, Any]]) -> str:
-    """A Markdown table for each tau, lowest first: the predictor beside both baselines.
+    """A Markdown table for each tau, lowest first: the predictor and the baselines.
 
     Args:
-        metrics: by tau, those of `train.fit`.
+        metrics: by tau, from `train.fit`.
     """
     return "\n".join(_table(tau, metrics[tau]) for tau in sorted(metrics))
 
 
 def calibration_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table of what every tau did to held-out sequences (the rows of `calibration.json`)."""
+    """A Markdown table of the rows of `calibration.json`: the effect of every tau on held-out sequences."""
     head = ["policy", "KL", "answers right", "read", "error", "p99", "beyond tau"]
     lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
     for row in rows:
@@ -122,15 +122,14 @@ def _table(tau: float, metrics: Mapping[str, Any]) -> str:
 def plot_budgets_by_head(
     budgets: torch.Tensor, layers: Sequence[int], path: Path, *, titles: Sequence[str] = ("", "")
 ) -> None:
-    """Least budget of every head under two criteria, a panel a layer (as in the paper's Fig. 4).
+    """Plot the least budget of every head under two criteria, one panel a layer (as in the paper's Fig. 4).
 
-    Where the bars of the first criterion are high and those of the second low, the head deviates much and matters
-    little.
+    A head with a high first bar and a low second one deviates much but contributes little.
 
     Args:
         budgets: [layers, Hq, 2], mean least budgets: by the head's own deviation, and by its deviation relative to the
             largest head.
-        layers: number of each layer. path: file to write, its suffix says what format.
+        layers: number of each layer. path: file to write; its suffix selects the format.
         titles: names of the two criteria.
     """
     figure, axes = _figure(len(layers))
@@ -146,10 +145,10 @@ def plot_budgets_by_head(
 
 
 def plot_streaming_share(streaming: torch.Tensor, path: Path) -> None:
-    """Share of samples in which each head streams, a heat map of layers and heads.
+    """Plot the share of samples in which each head streams, as a heat map of layers and heads.
 
     Args:
-        streaming: [layers, Hq] in [0, 1], NaN where there is no sample.
+        streaming: [layers, Hq] in [0, 1], NaN for no samples.
     """
     figure, (axis,) = _figure(1)
     image = axis.imshow(streaming.numpy(), vmin=0, vmax=1, aspect="auto", origin="lower", cmap="viridis")
@@ -159,7 +158,7 @@ def plot_streaming_share(streaming: torch.Tensor, path: Path) -> None:
 
 
 def plot_budget_by_block(budgets: torch.Tensor, blocks: Sequence[int], layers: Sequence[int], path: Path) -> None:
-    """Least budget against block size, a line a head and a panel a layer (as in the paper's Fig. 5).
+    """Plot the least budget against block size, one line a head and one panel a layer (as in the paper's Fig. 5).
 
     Args:
         budgets: [layers, Hq, len(blocks)], mean least budgets; a head of zeros streams. NaN: no line.
@@ -180,7 +179,7 @@ def plot_budget_by_block(budgets: torch.Tensor, blocks: Sequence[int], layers: S
 
 
 def _figure(panels: int) -> tuple[Any, Any]:
-    # The object-oriented interface: no backend, no global state.
+    # The object-oriented interface needs no backend and no global state.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(1 + 4.5 * panels, 3.6), layout="constrained")

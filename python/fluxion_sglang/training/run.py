@@ -1,8 +1,8 @@
-"""One run of `fluxion train`: from sequences to a folder that `--fluxion-config` can name.
+"""Runs `fluxion train`, which makes from sequences a folder for `--fluxion-config`.
 
-Four parts: record samples (one prefill a sequence, through SGLang; an interrupted run goes on from those that are
-there), train a predictor for every tau, calibrate (serve held-out sequences with every tau, and make the largest that
-keeps the quality targets the default), and report.
+Four parts: record samples (one prefill per sequence, through SGLang; an interrupted run continues with the missing
+ones), train a predictor for every tau, calibrate (serve held-out sequences with every tau, and make the largest that
+meets the quality targets the default), and report.
 """
 
 from __future__ import annotations
@@ -34,22 +34,21 @@ from fluxion_sglang.training import tau as calibration
 from fluxion_sglang.training.fit import Settings, fit, split_sequences
 
 SPARE: Final = 8
-"""Positions of the model that a text leaves free: SGLang needs some for what it generates."""
+"""Positions of the model that a text leaves free, because SGLang needs some for its output."""
 
 _PACKAGES: Final = {"sklearn": "scikit-learn", "dill": "dill"}
-"""What the end of a run imports, by its name in the package index; those of the extra `train` that it cannot go
-without."""
+"""Required packages of the extra `train` that are imported late in a run, by their names in the package index."""
 
 _OPTIONS: Final = ("sinks", "window")
 """Options of the server that a predictor is trained for."""
 
 
 class TrainError(Exception):
-    """The training cannot go on; the message is one sentence."""
+    """The training cannot continue. The message is one sentence."""
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command; returns the exit code: 2 for bad input, most of it before an engine starts; 1 where an engine
+    """Run the command; returns the exit code: 2 for bad input, mostly detected before an engine starts; 1 if an engine
     fails.
     """
     try:
@@ -60,7 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
     except (serve.EngineFailed, serve.RequestFailed, artifact.PredictorError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except OSError as error:  # a full disk, or a folder that nobody may write to
+    except OSError as error:  # a full disk, or a folder without write permission
         print(f"error: {error}; the same command goes on from what is in {arguments.out}.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -71,12 +70,12 @@ def main(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do, as far as it is known before an engine starts.
+    """The parts of a run that are known before an engine starts.
 
     Attributes:
         layers, vocabulary: of the model.
         weights: fingerprint of the model's files.
-        ends: what calibration decodes, of the sequences that test.
+        ends: the ends of test sequences that calibration decodes.
     """
 
     taus: list[float]
@@ -90,7 +89,7 @@ class Plan:
 
 
 def _planned(arguments: argparse.Namespace) -> Plan:
-    """Check everything that can be checked before hours are spent on recording."""
+    """Check as much as possible before hours are spent on recording."""
     taus = _taus(arguments.taus)
     settings = _settings(arguments)
 
@@ -98,11 +97,11 @@ def _planned(arguments: argparse.Namespace) -> Plan:
 
     try:
         whole = AutoConfig.from_pretrained(arguments.model, trust_remote_code=False)
-    except Exception as error:  # whatever transformers makes of a file that is not what it expects
+    except Exception as error:  # transformers raises many types for bad files
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise TrainError(f"--model is {arguments.model!r}, which cannot be read: {reason}") from None
     config = whole.get_text_config()
-    tokenizer = functools.cache(lambda: _tokenizer(arguments.model))  # token ids need none
+    tokenizer = functools.cache(lambda: _tokenizer(arguments.model))  # loaded on demand: token ids need none
     encode = dataset.encode_with(lambda text, **options: list(tokenizer().encode(text, **options)))
     placement = Placement(arguments.sinks, arguments.window)
     sequences = dataset.read_sequences(arguments.data, encode, int(config.max_position_embeddings) - SPARE)
@@ -129,7 +128,7 @@ def _tokenizer(model: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # whatever transformers makes of files that are not what it expects
+    except Exception as error:  # transformers raises many types for bad files
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise TrainError(
             f"The tokenizer of {model} cannot be read ({reason}); give token ids (`input_ids`, `answer_ids`) instead "
@@ -138,7 +137,7 @@ def _tokenizer(model: str) -> Any:
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
-    """How to train; all options are checked."""
+    """The training settings; checks all options."""
     missing = [name for package, name in _PACKAGES.items() if find_spec(package) is None]
     if missing:
         raise TrainError(
@@ -172,7 +171,7 @@ def _taus(text: str) -> list[float]:
 
 
 def _weights(model: str, config: Any) -> str:
-    """Fingerprint of a folder's weights and tokenizer; of a name on the Hub, the commit."""
+    """Fingerprint of a folder's weights and tokenizer; for a name on the Hub, the commit."""
     if not Path(model).is_dir():
         return str(getattr(config, "_commit_hash", None))
     try:
@@ -207,7 +206,7 @@ def _run(arguments: argparse.Namespace, plan: Plan) -> None:
 
 
 def _claim(folder: Path, arguments: argparse.Namespace, weights: str) -> None:
-    """Samples of another model, other data or settings, or another version must not mix with these."""
+    """Mark the folder as this run's. Refuse samples of another model, data, setting or version."""
     mine = {
         "version": __version__,
         "model": str(arguments.model),
@@ -247,7 +246,7 @@ def _record(arguments: argparse.Namespace, plan: Plan, folder: Path) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace, plan: Plan) -> list[dict[str, Any]]:
-    """The rows of `calibration.measure`, by an engine of its own."""
+    """The rows of `calibration.measure`, from a new engine."""
     config = {"predictor": str(arguments.out), **{name: getattr(arguments, name) for name in _OPTIONS}}
     top = tokens_compared(plan.vocabulary)
     start = serve.starter(Path(arguments.model), top, arguments.dtype, arguments.device, config)

@@ -1,4 +1,4 @@
-"""What a predictor, or a baseline, is worth on samples that it was not trained on."""
+"""Evaluates a predictor, or a baseline, on samples outside its training set."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Samples:
     Attributes:
         features: [S, 41] float32.
         bgt0, k: [S] float32, labels of Eq. 1. budgets: [S, 4] float32, least budgets at blocks of 16, 32, 64, 128
-            tokens. None of the three is read of streaming heads.
+            tokens. All three are ignored for streaming heads.
         streaming: [S] bool: sinks and window suffice.
-        sequence: [S] int64, index of the sequence: what is held out is whole sequences.
+        sequence: [S] int64, index of the sequence, because whole sequences are held out.
     """
 
     features: torch.Tensor
@@ -38,7 +38,7 @@ class Samples:
 
 
 def one_block(features: torch.Tensor) -> torch.Tensor:
-    """[S, 4]: the least budget of a head that reads, of features [S, 41]."""
+    """[S, 4]: the budget of one block, the least of a head that reads, for features [S, 41]."""
     tokens = torch.expm1(features[:, INDEX["cpu_tokens"]]).clamp(min=1.0).unsqueeze(1)
     return (torch.tensor(BLOCKS) / tokens).clamp(max=1.0)
 
@@ -46,10 +46,10 @@ def one_block(features: torch.Tensor) -> torch.Tensor:
 def score(
     line: torch.Tensor, budgets: torch.Tensor, logits: torch.Tensor, decision: torch.Tensor, test: Samples
 ) -> dict[str, Any]:
-    """Metrics of one method on the test samples; None where a number is not defined.
+    """Metrics of one method on the test samples; None for an undefined number.
 
-    Budgets are those that would be served: at least one block, at most 1. Every regression metric is over the true
-    retrieval heads, whatever the method calls them; `miss_rate` is the share of them that it calls streaming.
+    Budgets are used as in serving: at least one block, at most 1. Regression metrics cover all true retrieval heads,
+    also those that the method calls streaming; `miss_rate` is the share of these.
     """
     keep = ~test.streaming
     served = torch.minimum(torch.maximum(budgets, one_block(test.features))[keep], torch.ones(()))
@@ -65,7 +65,7 @@ def score(
         "k_r2": _r2(test.k[keep], line[keep, 1]),
         "budget_mae": _by_block((served - labels).abs().mean(0)),
         "budget_r2": {str(blk): _r2(labels[:, j], served[:, j]) for j, blk in enumerate(BLOCKS)},
-        # A thousandth is forgiven: the label itself is a whole number of blocks.
+        # Tolerate a thousandth, because the label itself is a whole number of blocks.
         "under_predicted": _by_block((served < labels * (1 - 1e-3)).float().mean(0)),
         "mean_budget": _by_block(served.mean(0)),
         "mean_label": _by_block(labels.mean(0)),
@@ -77,7 +77,7 @@ def _by_block(values: torch.Tensor) -> dict[str, float]:
 
 
 def _r2(labels: torch.Tensor, predictions: torch.Tensor) -> float | None:
-    """Share of the labels' variance that is explained; None where there is none."""
+    """Share of the labels' variance that is explained; None if the variance is 0."""
     labels, predictions = labels.double(), predictions.double()
     spread = ((labels - labels.mean()) ** 2).sum()
     return float(1 - ((labels - predictions) ** 2).sum() / spread) if spread > 0 else None

@@ -1,7 +1,6 @@
-"""Which tau is a predictor's default: held-out sequences are served with each, and the errors are held against targets.
+"""Chooses a predictor's default tau: serves held-out sequences with each tau, and compares the errors with targets.
 
-The ends of the sequences are decoded with the true tokens forced, so that all policies are asked about the same
-contexts.
+The ends of the sequences are decoded with the true tokens forced, so that all policies have the same contexts.
 """
 
 from __future__ import annotations
@@ -18,26 +17,27 @@ from fluxion_sglang.scoring.serve import Request, RequestFailed, Server
 from fluxion_sglang.training.dataset import TokenSequence
 
 NAME: Final = "calibration.json"
-"""The file beside the predictor that says what every tau did, and which became the default."""
+"""The file beside the predictor with the results of every tau and the default."""
 
 FORCED: Final = 64
-"""Tokens at the end of a text that are decoded."""
+"""Most tokens at the end of a text that are decoded."""
 
 End = tuple[TokenSequence, int]
-"""A sequence and how many tokens of its end are decoded."""
+"""A sequence and the number of tokens at its end that are decoded."""
 
 
 def ends(sequences: Iterable[TokenSequence]) -> list[End]:
-    """What to decode of sequences: answers whole, of texts the end.
+    """The parts of sequences to decode: whole answers, or the ends of texts.
 
-    A sequence with fewer than two such tokens is left out: the first comes from the prefill, which is exact.
+    A sequence with fewer than two such tokens is left out, because the first token comes from the prefill, which is
+    exact.
     """
     found = [(sequence, sequence.answer or min(FORCED, len(sequence.tokens) // 8)) for sequence in sequences]
     return [(sequence, count) for sequence, count in found if count >= 2]
 
 
 def measure(server: Server, ends: Sequence[End], taus: Sequence[float]) -> list[dict[str, Any]]:
-    """Serve the ends with every tau; there is at least one.
+    """Serve the ends with every tau; `ends` is not empty.
 
     Returns:
         Rows for `full` and every tau: kl, nats a token; right, share of answers whose every token is the most
@@ -57,7 +57,7 @@ def measure(server: Server, ends: Sequence[End], taus: Sequence[float]) -> list[
         for policy in policies:
             (reply,) = server.generate([Request(prompt, policy, count, targets)])
             records = server.audited()
-            # The first token comes from the prefill. Every layer that has a middle writes a record a step.
+            # The first token comes from the prefill. Every layer with a middle writes a record a step.
             if (there := sum(map(len, records))) == 0 or there % (count - 1):
                 raise RequestFailed(
                     "The engine's audit is not whole, most likely because the folder for temporary files is full; name "
@@ -91,13 +91,13 @@ def measure(server: Server, ends: Sequence[End], taus: Sequence[float]) -> list[
 
 
 def outcome(rows: Sequence[dict[str, Any]], kl: float, accuracy: float) -> dict[str, Any]:
-    """The content of `NAME`: tau, the default; met, whether it keeps the targets; the targets; the rows.
+    """The content of `NAME`: tau, the default; met, whether it meets the targets; the targets; the rows.
 
-    The default is the largest tau that keeps both targets, and where none does the smallest.
+    The default is the largest tau that meets both targets; if none does, the smallest.
 
     Args:
-        rows: of `measure`, `full` first.
-        kl: nats a token, at most. accuracy: share of answers that may be lost.
+        rows: from `measure`, `full` first.
+        kl: most nats a token. accuracy: largest share of answers that may be lost.
     """
     full, *others = rows
     fitting = [
@@ -110,7 +110,7 @@ def outcome(rows: Sequence[dict[str, Any]], kl: float, accuracy: float) -> dict[
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """One sentence on an `outcome`; files of earlier versions do not say whether the targets were kept."""
+    """One sentence about an `outcome`. Files of earlier versions lack `met`."""
     tau = f"tau {found['tau']:g}"
     if "met" not in found:
         return f"{tau} is the default."

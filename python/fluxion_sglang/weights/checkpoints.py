@@ -1,9 +1,9 @@
 """Unpacks weights of quantised checkpoints into `Quantised`.
 
-GPTQ, AWQ and compressed-tensors have the same formula in different layouts: weight = scale * (integer - zero). A group
-of inputs of an output shares scale and zero; integer and zero are unsigned. Here 8-bit integers become signed, and
-the minimum is -scale * zero. A weight whose zeros are all in the middle of the range has no minima. In each layout an
-int32 holds neighbours, the first in its lowest bits.
+GPTQ, AWQ and compressed-tensors use the same formula in different layouts: weight = scale * (integer - zero). A group
+of inputs of an output shares scale and zero; integer and zero are unsigned. Here 8-bit integers become signed, and the
+minimum is -scale * zero. A weight whose zeros are all in the middle of the range has no minima. In every layout an
+int32 holds adjacent values, the first in its lowest bits.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from fluxion_sglang.weights.quantised import Format, Quantised
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""The places of eight neighbouring outputs in an int32 of AWQ."""
+"""The positions of eight adjacent outputs in an int32 of AWQ."""
 
 
 def gptq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, bits: int, v2: bool) -> Quantised:
-    """A weight of GPTQ, or of AutoRound in that packing.
+    """Unpack a weight of GPTQ, or of AutoRound in that packing.
 
     Args:
         qweight: [inputs * bits / 32, outputs] int32, packed along inputs.
@@ -32,7 +32,7 @@ def gptq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, bits
 
 
 def awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> Quantised:
-    """A weight of AWQ, of 4 bits.
+    """Unpack a 4-bit weight of AWQ.
 
     Args:
         qweight: [inputs, outputs / 8] int32, packed along outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
@@ -46,7 +46,7 @@ def awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> Qu
 
 
 def pack_quantised(packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int) -> Quantised:
-    """A weight of compressed-tensors in the format pack-quantized.
+    """Unpack a weight of compressed-tensors in the format pack-quantized.
 
     Args:
         packed: [outputs, inputs * bits / 32] int32, packed along inputs; integers and zeros have an offset of half
@@ -59,22 +59,22 @@ def pack_quantised(packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tens
 
 
 _E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-"""Twice the value of each number of 4 bits (E2M1)."""
+"""Twice the value of each 4-bit number (E2M1)."""
 MXFP4 = Format(8, 32, minima=False)
-"""What `mxfp4` makes of a weight."""
+"""The format of the results of `mxfp4`."""
 _LEAST_EXPONENT = -24
-"""Of a power of two in float16."""
+"""Exponent of the smallest positive float16."""
 
 
 def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Quantised:
-    """A weight of MXFP4, in 8 bits. That is exact, but for numbers below 2^-24, which are rounded to a multiple of it.
+    """Convert a weight of MXFP4 to 8 bits. Exact, but numbers below 2^-24 are rounded to a multiple of it.
 
     Args:
         blocks: [outputs, inputs / 2] uint8, two numbers (E2M1) a byte, the first in its lower half.
-        scales: [outputs, inputs / 32] uint8, exponents of 32 inputs (E8M0), 127 above what they are.
+        scales: [outputs, inputs / 32] uint8, exponents of 32 inputs (E8M0) plus 127.
 
     Raises:
-        ValueError: a scale is not a number, or above what the kernels take.
+        ValueError: a scale is not a number, or too large for the kernels.
     """
     exponents = scales.int() - 128  # of half the value
     if int(exponents.max()) > 15:
@@ -89,7 +89,7 @@ def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Quantised:
 
 
 def int_quantised(weight: torch.Tensor, scales: torch.Tensor) -> Quantised:
-    """A weight of compressed-tensors in the format int-quantized.
+    """Unpack a weight of compressed-tensors in the format int-quantized.
 
     Args:
         weight: [outputs, inputs] int8. scales: [outputs, 1].
@@ -98,7 +98,7 @@ def int_quantised(weight: torch.Tensor, scales: torch.Tensor) -> Quantised:
 
 
 def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """[rows, 32 / bits a word] uint8 of [rows, words] int32."""
+    """Unpack [rows, words] int32 to [rows, 32 / bits * words] uint8."""
     values = packed.contiguous().view(torch.uint8)
     return values if bits == 8 else torch.stack([values & 15, values >> 4], -1).flatten(1)
 

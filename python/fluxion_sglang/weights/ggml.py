@@ -1,8 +1,8 @@
-"""Weights as llama.cpp stores them: the header of a GGUF file, and its blocks as integers with scales.
+"""Weights in llama.cpp's formats: the header of a GGUF file, and its blocks as integers with scales.
 
 Decoding is exact. The kernels take scales as float16 (`quantised.pack`). Scales of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are
-float16 in the file. Scales of the K types are products of a float16 and an integer of 6 or 8 bits; `pack` rounds
-them by at most 2^-11 of themselves, or by 2^-25 if that is more, and refuses those above the largest float16.
+float16 in the file. Scales of the K types are products of a float16 and an integer of 6 or 8 bits. `pack` rounds them
+by at most 2^-11 of their value, or by 2^-25 if that is more, and refuses those above the largest float16.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fluxion_sglang.weights.quantised import Format, Quantised
 _Decoded = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
-# --- Blocks ---
+# --- blocks ---
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Kind:
 
 
 def decode(blocks: torch.Tensor, kind: int) -> Quantised:
-    """Decodes rows of blocks to a weight.
+    """Decode rows of blocks to a weight.
 
     Args:
-        blocks: [outputs, bytes] uint8, some rows of a tensor or all of them.
+        blocks: [outputs, bytes] uint8, some or all rows of a tensor.
         kind: the number of their type, one of `KINDS`.
     """
     found = KINDS[kind]
@@ -60,12 +60,12 @@ def _halves(blocks: torch.Tensor, first: int, count: int = 1) -> torch.Tensor:
 
 
 def _nibbles(lines: torch.Tensor) -> torch.Tensor:
-    """The low halves of the bytes of each line, then the high ones: [..., 2 n] of [..., n]."""
+    """The low halves of each line's bytes, followed by the high halves: [..., n] to [..., 2 n]."""
     return torch.cat([lines & 15, lines >> 4], -1)
 
 
 def _fifths(blocks: torch.Tensor, first: int) -> torch.Tensor:
-    """Integers of 5 bits: 4 bytes have their high bits, 16 bytes their low four."""
+    """5-bit integers: 4 bytes hold their high bits, 16 bytes their low four."""
     bits = blocks[..., first : first + 4].unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
     return _nibbles(blocks[..., first + 4 :]) | bits.flatten(-2) << 4
 
@@ -91,7 +91,7 @@ def _q8_0(blocks: torch.Tensor) -> _Decoded:
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minima of the 8 groups of a block of Q4_K or Q5_K: two float16 times integers of 6 bits."""
+    """Scales and minima of the 8 groups of a block of Q4_K or Q5_K: two float16 times 6-bit integers."""
     first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], -1)
     minima = torch.cat([second & 63, third >> 4 | second >> 6 << 4], -1)
@@ -126,21 +126,21 @@ KINDS = {
     13: Kind(256, 176, _EIGHT_MINIMA, _q5_k),
     14: Kind(256, 210, Format(8, 16, False), _q6_k),
 }
-"""By ggml's number of the type."""
+"""The types by ggml's number."""
 DENSE = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 SERVED = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K"
 
 
-# --- Files ---
+# --- files ---
 
 
 class GGUFError(ValueError):
-    """A file cannot be read as a GGUF file. The message is one sentence."""
+    """A file is no readable GGUF file. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Array:
-    """An array in a header. Only its length is kept."""
+    """An array in a header; only its length is kept."""
 
     length: int
 
@@ -150,7 +150,7 @@ class Tensor:
     """A tensor of a file.
 
     Attributes:
-        shape: as PyTorch has it, of elements. kind: the number of its type. offset: in the file.
+        shape: in PyTorch's order, of elements. kind: number of its type. offset: in the file.
     """
 
     shape: tuple[int, ...]
@@ -164,7 +164,7 @@ class Tensor:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The shape of its bytes, where its type is served."""
+        """The shape of its bytes; requires a served type."""
         if (dtype := DENSE.get(self.kind)) is not None:
             return *self.shape[:-1], self.shape[-1] * dtype.itemsize
         kind = KINDS[self.kind]
@@ -176,7 +176,7 @@ class Header:
     """The header of a file.
 
     Attributes:
-        values: by their keys. tensors: by their names.
+        values: by key. tensors: by name.
     """
 
     path: Path
@@ -192,7 +192,7 @@ class Header:
         return self.values.get(f"{self.architecture}.{key}", otherwise)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor in its dtype and shape, or its blocks [outputs, bytes] uint8. It maps the file, copy-on-write.
+        """A tensor in its dtype and shape, or its blocks [outputs, bytes] uint8, memory-mapped with copy-on-write.
 
         Raises:
             GGUFError: the file ends before the tensor does.
@@ -204,7 +204,7 @@ class Header:
         return stored if dtype is None else stored.view(dtype)
 
     def expect(self, *names: str) -> None:
-        """Raises GGUFError unless the file has these tensors to their ends."""
+        """Raise GGUFError unless the file contains these tensors completely."""
         size = self.path.stat().st_size
         for name in names:
             if (tensor := self.tensors[name]).offset + prod(tensor.stored) > size:
@@ -240,7 +240,7 @@ class _Reader:
         said = {self._text(): self._value(self._number("I")) for _ in range(values)}
         found = {self._text(): self._tensor() for _ in range(tensors)}
         alignment = said.get("general.alignment", 32)
-        if len(found) != tensors or type(alignment) is not int or alignment < 1:  # of two of one name, which is meant?
+        if len(found) != tensors or type(alignment) is not int or alignment < 1:  # duplicate names are ambiguous
             raise KeyError(alignment)
         start = -(-self._file.tell() // alignment) * alignment
         placed = {name: Tensor(shape, kind, start + offset) for name, (shape, kind, offset) in found.items()}
@@ -266,7 +266,7 @@ class _Reader:
         if kind == _TEXT:
             for _ in range(count):
                 self._skip(self._number("Q"))
-        else:  # llama.cpp has no arrays of arrays
+        else:  # llama.cpp has no nested arrays
             self._skip(count * struct.calcsize(f"<{_NUMBERS[kind]}"))
         return Array(count)
 

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import torch
 
 PANEL = 16
-"""Outputs whose weights lie together (`csrc/kernels/table.h`, kQuantisedPanel)."""
+"""Outputs whose weights are packed together (`csrc/kernels/table.h`, kQuantisedPanel)."""
 BLOCK = 32
 """Inputs that the kernels multiply at once (`csrc/kernels/table.h`, kQuantisedBlock)."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a weight is stored.
+    """The storage format of a weight.
 
     Attributes:
         bits: 4 (integers 0 to 15) or 8 (integers -128 to 127).
-        group: how many inputs of an output share a scale: a multiple of 32, or 16 with 8 bits and without minima.
-        minima: whether a group has a minimum as well: weight = scale * integer + minimum. Without minima weight =
-            scale * integer with 8 bits, and scale * (integer - 8) with 4.
+        group: inputs of an output that share a scale: a multiple of 32, or 16 with 8 bits and without minima.
+        minima: whether a group also has a minimum: weight = scale * integer + minimum. Without minima, weight = scale *
+            integer with 8 bits, and scale * (integer - 8) with 4.
     """
 
     bits: int
@@ -40,7 +40,7 @@ class Format:
 
     @property
     def zero(self) -> int:
-        """The integer that stands for 0, or, with minima, for the minimum."""
+        """The integer that represents 0, or, with minima, the minimum."""
         return 8 if self.bits == 4 and not self.minima else 0
 
     def groups(self, inputs: int) -> int:
@@ -49,7 +49,7 @@ class Format:
 
     @property
     def per_head(self) -> int:
-        """Groups whose scales lie in one head of a packed panel (`pack`)."""
+        """Groups whose scales are stored in one head of a packed panel (`pack`)."""
         return 1 if self.minima else 2
 
 
@@ -59,9 +59,9 @@ class Quantised:
 
     Attributes:
         integers: [outputs, inputs], uint8 with 4 bits (0 to 15, one a byte), int8 with 8.
-        scales: [outputs, groups] float32; minima: the same, or None as the format says. `pack` rounds
-            both to float16.
-        format: how it is stored.
+        scales: [outputs, groups] float32. minima: the same, or None if the format has none. `pack` rounds both to
+            float16.
+        format: the storage format.
     """
 
     integers: torch.Tensor
@@ -97,10 +97,10 @@ class Quantised:
 
 
 def pack(weight: Quantised) -> torch.Tensor:
-    """The weight in the order in which the kernels read it (`QuantisedFormat` of csrc/kernels/table.h).
+    """The weight in the kernels' order (`QuantisedFormat` of csrc/kernels/table.h).
 
     Returns:
-        [panels, bytes of a panel] uint8. A panel has `PANEL` outputs; outputs that the last panel lacks are 0.
+        [panels, bytes of a panel] uint8. A panel has `PANEL` outputs; missing outputs of the last panel are 0.
 
     Raises:
         ValueError: a scale or minimum is not finite as float16.
@@ -137,7 +137,7 @@ def pack(weight: Quantised) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, form: Format, outputs: int, inputs: int) -> Quantised:
-    """The weight that `pack` packed, its scales rounded to float16."""
+    """The inverse of `pack`; scales stay rounded to float16."""
     panels, blocks, each = len(packed), inputs // BLOCK, form.per_head
     span, groups = each * form.group // BLOCK, form.groups(inputs)
     heads = -(-groups // each)
@@ -157,7 +157,7 @@ def unpack(packed: torch.Tensor, form: Format, outputs: int, inputs: int) -> Qua
 
 
 def slices(outputs: int, inputs: int, most: int = 16 << 20) -> Iterator[slice]:
-    """Cuts the rows of a weight into slices of whole panels, about `most` elements each, to bound temporary memory."""
+    """Cut the rows of a weight into slices of whole panels, about `most` elements each, to bound temporary memory."""
     count = max(most // inputs // PANEL, 1) * PANEL
     for first in range(0, outputs, count):
         yield slice(first, min(first + count, outputs))

@@ -1,5 +1,5 @@
-// What csrc/cuda/device.cuh has for GPUs in PTX and in nvcc's words, for the simulated device: launches, and
-// order of memory between the device and its host.
+// The simulated device's version of what csrc/cuda/device.cuh has for GPUs in PTX and nvcc's terms: launches,
+// and memory order between the device and its host.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ T& shared() {
 }
 
 inline uint32_t load_acquire(const uint32_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
-// Acquires, as ThreadSanitizer knows nothing of the fence behind it.
+// Acquires, because ThreadSanitizer does not know the fence after it.
 inline uint32_t load_relaxed(const uint32_t* word) { return load_acquire(word); }
 inline void store_release(uint32_t* word, uint32_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 template <class T>

@@ -1,4 +1,4 @@
-// The C ABI of what the simulated device has and a GPU has not: failures on request.
+// The C ABI of failures on request, which only the simulated device has.
 #include "emulate/runtime.h"
 #include "ffi/tensor.h"
 

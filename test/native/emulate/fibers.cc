@@ -22,9 +22,9 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-// How a fiber is entered and left. The scheduler, in the stream's thread, is the only one that enters a
-// fiber, and a fiber leaves to the scheduler only. What both touch is not shown to ThreadSanitizer: to it
-// they are different threads, on purpose.
+// How a fiber is entered and left. Only the scheduler, in the stream's thread, enters a fiber, and a fiber
+// leaves only to the scheduler. What both touch is hidden from ThreadSanitizer, which sees them as different
+// threads, on purpose.
 namespace fluxion::emulate {
 
 namespace {
@@ -81,7 +81,7 @@ thread_local Block* block = nullptr;
 thread_local Fiber* running = nullptr;
 
 #if defined(__x86_64__)
-// Saves what the ABI has a function keep, and goes on where `to` stopped.
+// Saves the registers that a function must keep by the ABI, and goes on where `to` stopped.
 extern "C" void fluxion_switch_stack(void** save, void* to);
 asm(R"(
 .pushsection .text
@@ -184,7 +184,7 @@ struct Fiber {
 #endif
   }
 
-  // Back to the scheduler; returns when the fiber is entered again, maybe by another block's.
+  // Back to the scheduler; returns when the fiber is entered again, maybe for another block.
   FLUXION_UNSEEN void leave(State next) {
     state = next;
     Context& to = *block->scheduler;
@@ -232,7 +232,7 @@ FLUXION_UNSEEN void wait_warp() {
 
 FLUXION_UNSEEN uint32_t* exchange() {
   Fiber* self = running;
-  if (self->warp->lanes < 32) std::abort();  // a shuffle would take what nobody gave
+  if (self->warp->lanes < 32) std::abort();  // a shuffle would read a value that no lane gave
   self->turn ^= 1;
   return self->warp->slots[self->turn];
 }
@@ -303,7 +303,7 @@ FLUXION_UNSEEN void Fibers::run_block(const std::function<void()>&, int threads)
       if (fiber.state == State::kInWarp) ++fiber.warp->arrived;
       if (fiber.state == State::kDone) --here.live, --fiber.warp->live;
     }
-    // Whoever has everyone beside him goes on in the next round.
+    // Fibers whose warp or block has arrived completely go on in the next round.
     for (int t = 0; t < threads; ++t) {
       Fiber& fiber = *fibers_[t];
       const bool warp = fiber.state == State::kInWarp && fiber.warp->arrived == fiber.warp->live;

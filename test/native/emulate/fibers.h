@@ -1,4 +1,4 @@
-// Fibers that stand for the threads of a block.
+// Fibers that act as the threads of a block.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace fluxion::emulate {
 
 struct Fiber;
 
-// The fibers of one stream: made as they are needed, used again by every block.
+// The fibers of one stream: made on demand, reused by every block.
 class Fibers {
  public:
   Fibers();
@@ -20,7 +20,7 @@ class Fibers {
   Fibers(const Fibers&) = delete;
   Fibers& operator=(const Fibers&) = delete;
 
-  // Every block of a grid, one after another, in the calling thread.
+  // Runs every block of a grid, one after another, in the calling thread.
   void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread);
 
  private:

@@ -24,11 +24,11 @@ namespace {
 
 using Work = std::function<void(Stream&)>;
 
-// Calls that are to fail, counted down: 0 is none.
+// Calls until an injected failure; 0: none.
 std::atomic<int64_t> fail_memory{0}, fail_launch{0}, fail_device{0};
 std::atomic<bool> lost{false};
 
-// Whether this call is the one.
+// Whether this call fails.
 bool due(std::atomic<int64_t>& left) {
   int64_t n = left.load(std::memory_order_relaxed);
   while (n > 0 && !left.compare_exchange_weak(n, n - 1, std::memory_order_relaxed)) {
@@ -53,7 +53,7 @@ cudaError_t result(cudaError_t error) {
   return error;
 }
 
-// What memory is: of allocations and registrations, by their first byte.
+// Types of memory: allocations and registrations, by their first byte.
 struct Range {
   size_t bytes;
   cudaMemoryType type;
@@ -169,7 +169,7 @@ struct Stream {
       changed_.wait(lock, [&] { return stop_ || !work_.empty(); });
       if (work_.empty()) return;
       {
-        // What the work holds goes before anyone hears that it is done.
+        // Destroys what the work holds before its end is announced.
         const Work work = std::move(work_.front());
         lock.unlock();
         work(*this);
@@ -193,7 +193,7 @@ Stream& of(Stream* stream) {
   return stream != nullptr ? *stream : *whole;
 }
 
-// Events are reached on a lost device, too: nobody waits for ever.
+// Events are reached on a lost device, too, so that every wait ends.
 cudaError_t submit(Stream* stream, Work work, bool always = false) {
   if (lost && !always) return result(cudaSuccess);
   Stream& s = of(stream);
@@ -202,7 +202,7 @@ cudaError_t submit(Stream* stream, Work work, bool always = false) {
   } else {
     s.submit(std::move(work));
   }
-  // What runs later fails whoever calls next.
+  // A failure of later work is returned by the next call.
   return stream == nullptr ? result(cudaSuccess) : cudaSuccess;
 }
 
@@ -381,7 +381,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
 }
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  event->wait(event->recorded);  // a stream may have it in hand
+  event->wait(event->recorded);  // a stream may still use it
   delete event;
   return result(cudaSuccess);
 }

@@ -1,11 +1,11 @@
-// Stands for cuda_runtime.h where there is no GPU: the part of CUDA that csrc/cuda uses, so that kernels and
+// Replaces cuda_runtime.h where there is no GPU: the part of CUDA that csrc/cuda uses, so that kernels and
 // launches run on a CPU as they are written.
 //
-// A stream is a thread that runs its work in order; the default stream runs it in the thread that asks. The
+// A stream is a thread that runs its work in order; the default stream runs it in the calling thread. The
 // blocks of a kernel run one after another. A block's threads are fibers: one runs until it waits for others
-// (__syncthreads, a warp's shuffle), and every second round goes from the last to the first, so that what a
-// missing barrier leaves to chance does differ. ThreadSanitizer sees fibers as threads which are ordered by
-// these waits only. Device memory is host memory, filled with NaN; so is shared memory before every block.
+// (__syncthreads, a warp's shuffle). Every second round goes from the last to the first, so that results
+// differ if a barrier is missing. ThreadSanitizer sees fibers as threads that only these waits order. Device
+// memory is host memory, filled with NaN; so is shared memory before every block.
 #pragma once
 
 #include <cmath>
@@ -62,12 +62,12 @@ extern constinit thread_local Thread* current;  // of the fiber that runs
 
 void wait_block();
 void wait_warp();
-// Where each lane of this thread's warp leaves what it gives to a shuffle: two arrays, used in turn.
+// Where the lanes of this thread's warp put their values for a shuffle: two arrays, used in turn.
 uint32_t* exchange();
 int lane();
 void* shared_memory();
 uint64_t nanoseconds();
-// Between two looks of a thread that waits for the host: lets others have the core.
+// Called between two polls of a thread that waits for the host: yields the core.
 void pause();
 
 cudaError_t launch(dim3 grid, dim3 block, size_t shared_bytes, Stream* stream, std::function<void()> thread);
@@ -160,7 +160,7 @@ inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline uint32_t atomicAdd(uint32_t* at, uint32_t value) {
   return __atomic_fetch_add(at, value, __ATOMIC_ACQ_REL);
 }
-// What orders memory here is the atomics that these stand before or behind.
+// The atomics before or after these order memory.
 inline void __threadfence() {}
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 

@@ -1,4 +1,4 @@
-"""Tables come from result files: what they show, and that the pages in the repository are up to date."""
+"""Tables are made from result files: their contents, and that the pages in the repository are up to date."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_attention_of_random_requests() -> None:
     rows = {found["policy"]: found for found in attention.measure(requests, 2, policies, turns=1)}
     assert rows["full"]["error_max"] < 1e-5 and rows["full"]["read"] == 1
     assert rows["full"]["metadata_bytes"] == 0
-    # K and V of the middles of two requests, at the steps that count.
+    # K and V of the middles of two requests, at the counted steps.
     middle = mean(Placement().middle(701 + step) for step in range(1, requests.steps))
     assert rows["full"]["tile_bytes"] == round(2 * middle * 2 * 8 * 128 * 2)
     assert 0 < rows["fixed:16:0.25"]["tile_bytes"] < rows["full"]["tile_bytes"]

@@ -1,4 +1,4 @@
-"""The forecast of decode steps: what its layer of workers can be checked against, and what it is made of."""
+"""The forecast of decode steps: checks of its layer simulation and of its inputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RATES = Rates(
     reduce_us=(150, 0.3),
 )
 PLENTY = 1e9
-"""GB/s of a memory that never is the limit."""
+"""GB/s of a memory that is never the limit."""
 
 
 def run(tasks: list[list[Stage]], domain: Domain, items: list[list[Stage]] | None = None) -> layer.Outcome:
@@ -67,7 +67,7 @@ def test_one_worker_does_one_task_at_the_kernels_rate() -> None:
 @settings(max_examples=examples(60))
 @given(st.lists(st.integers(1, 500_000), min_size=1, max_size=40), st.integers(1, 9))
 def test_tasks_of_one_chunk_go_as_a_list_of_jobs_goes(sizes: list[int], workers: int) -> None:
-    """Beside the greedy list schedule: with memory that is no limit, and nothing to help with."""
+    """Compare with the greedy list schedule, without memory limit and without chunks to share."""
     free = [0.0] * workers
     for nbytes in sizes:
         heapq.heappush(free, heapq.heappop(free) + nbytes / 16)
@@ -91,7 +91,7 @@ def test_no_schedule_beats_the_memory_and_none_loses_to_one_worker(
     assert found.nbytes == pytest.approx(total)
     assert found.ns >= total / streamed * (1 - 1e-9)
     alone = run(staged, replace(domain, workers=1))
-    crowded = min(1.0, domain.offered(workers) / domain.offered(1))  # what a worker gets when all of them read
+    crowded = min(1.0, domain.offered(workers) / domain.offered(1))  # rate of a worker when all of them read
     assert found.ns <= alone.ns / crowded * 1.01 + workers * domain.hop_ns
 
 
@@ -136,7 +136,7 @@ def test_linear_time_grows_between_what_was_measured() -> None:
     "row", json.loads(program.RATES.read_text())["rows"], ids=lambda row: f"{row['model']} {row['spec']}"
 )
 def test_measured_steps_are_foretold(row: dict[str, Any]) -> None:
-    """On the machine of the rates, whose pace differed by up to 14% from that when they were measured."""
+    """On the machine of the rates; its speed differed by up to 14% from that during their measurement."""
     rates = Rates.from_json(json.loads(program.RATES.read_text())["rates"])
     model, sparse = Model.of(checkpoints.config(row["model"])), row["spec"] != "full"
     reading = Reading(16, row["tiles"]) if sparse else Reading(0, 1.0)
@@ -198,7 +198,7 @@ def test_a_server_of_the_file_is_forecast(capsys: pytest.CaptureFixture[str], mo
 
 
 def test_a_rank_has_the_cores_of_a_node(tmp_path: Path) -> None:
-    """What the forecast takes for granted, of the files that such a machine has in /sys."""
+    """The forecast's assumption holds for the /sys files of such a machine."""
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 1600000000 kB\nMemAvailable: 1500000000 kB\n")
     for machine in hardware.machines().values():

@@ -1,4 +1,4 @@
-"""The order of a GPU day: what is run, what is kept of it, where it goes on, and what the report says."""
+"""The order of a GPU day: which steps run, what is saved, where it continues, and the report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def step(name: str, simulated: tuple[str, ...] | None) -> day.Step:
 
 @pytest.fixture
 def days(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Runs the command with some steps; the file of results."""
+    """Run the command with these steps; return the rows of the result file."""
     monkeypatch.setattr(day, "LOGS", tmp_path)
     monkeypatch.setattr(day, "SIMULATED", tmp_path / "simulated")
     monkeypatch.setattr(day.common, "ROOT", tmp_path)
@@ -57,10 +57,10 @@ def test_what_passed_is_not_run_again(days: Any, tmp_path: Path, monkeypatch: py
     assert "Simulated: everything ran on the CPU" in report
     assert "| second | does second work | exit code 3 |" in report and "it broke" in report
     assert "| fourth | does fourth work | needs a GPU |" in report
-    # What was wrong is mended. Whoever runs the first one again finds that it has changed.
+    # The failed steps work now. Running the first one again shows that it has changed.
     found = days([step("first", FAILS), step("second", WORKS), step("third", FAILS)])
     assert all(row["passed"] for row in found.values())
-    # Of another commit nothing has passed.
+    # For another commit, no step has passed.
     monkeypatch.setattr(day.common, "commit", lambda: "another")
     with pytest.raises(SystemExit, match="these steps failed: first; "):
         days([step("first", FAILS), step("second", WORKS)])
@@ -79,7 +79,7 @@ def test_a_step_that_takes_too_long_ends_with_all_that_it_started(days: Any, tmp
 
 
 def measuring(folder: Path, code: int) -> day.Step:
-    """A step that writes results, and ends with a code."""
+    """A step that writes results, and exits with a code."""
     text = json.dumps({"rows": [{"policy": "full", "batch": 1, "length": 1024, "tpot_ms": 7.5, "idle_ms": 0.1}]})
     write = f"open({str(folder / 'one_batch_decode_quick.json')!r}, 'w').write({text!r})"
     return day.Step(

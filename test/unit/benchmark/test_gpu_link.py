@@ -1,4 +1,4 @@
-"""The benchmark of the link between CPU and GPU: on the simulated device it runs, without a device it says so."""
+"""The benchmark of the link between CPU and GPU runs on the simulated device, and reports a missing device."""
 
 from __future__ import annotations
 

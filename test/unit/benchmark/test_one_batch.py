@@ -1,4 +1,4 @@
-"""TPOT by one_batch: its commands, what is decoded, and how policies take turns."""
+"""TPOT by one_batch: its commands, the decoded tokens, and the turns of policies."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_one_batch_commands_have_room_for_the_batch_and_the_flag_only_with_a_pol
 def test_batches_that_do_not_fit_are_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """16 prompts of 32K of an 8B model are 66 GiB and their metadata."""
+    """16 prompts of 32K of an 8B model take 66 GiB, and their metadata."""
     for gib, fit in ((8, []), (40, [4]), (200, [4, 16])):
         monkeypatch.setattr(one_batch, "available_host_memory_bytes", lambda gib=gib, **_: gib * 2**30)
         got = one_batch.those_that_fit("llama-3.1-8b", ["full"], 32768, [4, 16], "cpu")
@@ -92,19 +92,19 @@ def test_a_stream_is_answers_each_after_its_question() -> None:
 
 
 class FakePolicy:
-    """Only an object."""
+    """An object without behaviour."""
 
     prefilled = Policy.prefilled
 
 
 class FakeHearer(FakePolicy):
-    """Wants to hear of prefills."""
+    """Has to be told of prefills."""
 
     def prefilled(self, *args: object) -> None: ...
 
 
 class FakeRunner:
-    """Stands for one_batch's runner: a batch is a list, and the model says the next number."""
+    """Replaces one_batch's runner: a batch is a list, and the model outputs the next number."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[int, object]] = []
@@ -163,7 +163,7 @@ def test_policies_take_turns_on_one_prefill(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class FakeDevice:
-    """Waits 2 ms in every step, and notes a step only once it is settled."""
+    """Waits 2 ms in every step, and records a step only once it is settled."""
 
     layers = 4
 
@@ -239,11 +239,11 @@ def test_policies_that_remember_hear_of_the_prefill_whosever_it_is(monkeypatch: 
     prefilled = runner.torch_runner.attn_backend.engine.prefilled
     run_turns(decode_turns.Turns(list(policies), 1, 2, []), runner, [2, 1])
     assert runner.heard == [(row, policies[spec]) for row in (1, 2) for spec in ("a", "b")]
-    assert runner.torch_runner.attn_backend.engine.prefilled is prefilled, "decoding is nobody else's"
+    assert runner.torch_runner.attn_backend.engine.prefilled is prefilled, "the original hook is back"
 
 
 class Options(SimpleNamespace):
-    """Of one_batch.py, for `run`."""
+    """Options of one_batch.py, for `run`."""
 
     def __init__(self, **others: Any) -> None:
         fixed = {"machine": "box", "quick": True, "fresh": False, "rounds": 1, "lengths": [64], "batches": [1, 2]}

@@ -1,4 +1,4 @@
-"""The race: what is pure of it. Its drivers need the packages of others."""
+"""The race's pure functions; its drivers need packages of other implementations."""
 
 from __future__ import annotations
 

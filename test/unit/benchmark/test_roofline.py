@@ -1,4 +1,4 @@
-"""The roofline's rows are what they say: lists, ratios, bars, bands and tables; and every benchmark of it runs."""
+"""The roofline's rows: lists, ratios, bars, bands and tables; and every benchmark that uses it runs."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_peers_agree_and_are_compared(tmp_path: Path) -> None:
     rows = [row for budget in (0.05, 1) for row in peers.measure(2048, budget, 1, arena)]
     names = {(row["peer"], row["budget"]) for row in rows}
     assert {("sdpa bf16", 0.05), ("sdpa bf16, with gather", 0.05), ("SGLang torch_native", 1)} <= names
-    assert ("sdpa bf16, with gather", 1) not in names, "nobody gathers a whole context"
+    assert ("sdpa bf16, with gather", 1) not in names, "a whole context is not gathered"
     assert all(row["error"] < 5e-3 and row["error_ours"] < 5e-3 and row["over_ours"] > 0 for row in rows)
     common.save(tmp_path / "box" / "peers.json", {**HEADER, "rounds": 1, "rows": rows})
     table = DECODE_TABLES["peers"](tmp_path)

@@ -1,4 +1,4 @@
-"""`fluxion ask` against a server that speaks OpenAI's and SGLang's words, without a model."""
+"""`fluxion ask` against a server that speaks OpenAI's and SGLang's protocols, without a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ TEXT = "The ship left the harbour at nine.\nIts captain was Ada."
 
 @dataclass
 class World:
-    """A server: what it is, and what it was asked. Every answer has three tokens and reads `share` of the middle."""
+    """State of a server: its properties and the requests it got. Every answer has three tokens and reads `share` of the
+    middle."""
 
     chat: bool = True
     fluxion: bool = True
@@ -38,14 +39,14 @@ class World:
     config: str = ""
     share: float = 0.25
     others: int = 0
-    """Requests of other clients beside each of ours."""
+    """Requests of other clients for each of ours."""
     refusal: str = ""
     reasoning: str = ""
     reports_cached: bool = True
     ends: str = ""
-    """When the connection breaks off: "before" or "in" an answer."""
+    """When the connection breaks: "before" or "in" an answer."""
     key: str = ""
-    """Without it requests get status 401; /metrics needs none."""
+    """API key; requests without it get status 401, except /metrics."""
     context: int = 1000
     pool: int = 100_000
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -185,7 +186,7 @@ def ask(*words: str) -> int:
 
 
 def test_a_chat_about_a_file(world: World, file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every prompt is the file and then one question; answers alone are on the standard output."""
+    """Every prompt is the file and one question; only answers go to standard output."""
     assert ask(file, "Who?", "When?", "--url", world.url) == 0
     said = capsys.readouterr()
     assert said.out == "Ada!\nAda!\n"
@@ -238,7 +239,7 @@ def test_a_model_without_a_chat_template_completes(world: World, file: str) -> N
 
 
 def test_what_is_asked_for_is_sent(world: World, file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Questions may stand behind the options."""
+    """Questions may follow the options."""
     options = ["--policy", "fixed:16:0.05", "--max-tokens", "7", "--temperature", "0.5", "--stop", "x"]
     assert ask(file, "--url", world.url, *options, "Who?") == 0
     (body,) = world.seen
@@ -374,7 +375,7 @@ def test_a_file_that_is_too_long(
 def test_files_that_are_no_text(
     tmp_path: Path, data: bytes | None, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Said before any server is looked for."""
+    """The error comes before a server is contacted."""
     path = tmp_path / "file"
     if data is not None:
         path.write_bytes(data)
@@ -406,14 +407,14 @@ def test_a_model_that_the_server_lacks(world: World, file: str, capsys: pytest.C
 
 
 def words(text: str) -> list[int]:
-    """The bundled model's tokenizer: a symbol a token, 0 for every other word."""
+    """The bundled model's tokenizer: one token per symbol, 0 for every other word."""
     from fluxion_sglang.commands.needle import VOCABULARY
 
     return [VOCABULARY.index(word) if word in VOCABULARY else 0 for word in text.split()]
 
 
 def test_the_bundled_model_s_language() -> None:
-    """Its prompt is the file and the question, nothing else, and ends with the phrase."""
+    """Its prompt is exactly the file and the question, and ends with the phrase."""
     needle = needle_prompt(1024, 2, 5)
     document = Document("f", to_text(needle.document)).counted(words, "m")
     assert document.tokens == len(needle.document) and document.own_language

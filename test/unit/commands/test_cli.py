@@ -42,7 +42,7 @@ MACHINE: dict[str, Any] = {
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A native library that loads, on a machine with nothing wrong."""
+    """A native library that loads, on a machine without problems."""
     module: Any = ModuleType("fluxion_sglang.native")
     module.library = lambda: object()
     module.library_path = lambda: "/somewhere/libfluxion.so"
@@ -55,7 +55,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def healthy(native: ModuleType, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Everything in place; SGLang's names are checked by the test of compat, which imports it."""
+    """A healthy installation. The test of compat, which imports SGLang, checks SGLang's names."""
     monkeypatch.setattr(doctor, "_hooks", lambda: iter([Check("hooks", OK, "as expected")]))
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
@@ -194,7 +194,7 @@ def two_gpus(healthy: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_gpu_without_its_library_fails(two_gpus: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the flag does, which refuses to start there."""
+    """The flag also refuses to start there."""
     two_gpus.setattr(library, "device_library_path", lambda backend: Path("/nowhere") / backend)
     library.load.cache_clear()
     check = one("gpu")
@@ -224,7 +224,7 @@ def test_a_gpu_with_its_library(two_gpus: pytest.MonkeyPatch) -> None:
 
 
 def test_the_commands_of_a_machine_without_a_gpu(healthy: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Both name the bundled model, from wherever one stands."""
+    """Both name the bundled model, from any working directory."""
     healthy.setattr(doctor, "_gpu", lambda: iter([Check("gpu", OK, doctor._NO_GPU)]))
     checks = doctor.run_checks()
     healthy.chdir(ROOT)
@@ -263,7 +263,7 @@ def test_little_space_is_a_warning(healthy: pytest.MonkeyPatch) -> None:
 
 
 def test_a_terminal_gets_the_same_words_and_a_command_in_one_piece(healthy: pytest.MonkeyPatch) -> None:
-    """However narrow it is: what is pasted must not be broken."""
+    """At any width: a command that users paste must not be broken."""
     healthy.setattr(doctor, "_gpu", lambda: iter([Check("gpu", OK, doctor._NO_GPU)]))
     checks = [*doctor.run_checks(), Check("x", WARN, "[found]", "advised")]
     plain, narrow = io.StringIO(), io.StringIO()

@@ -1,4 +1,4 @@
-"""What `fluxion explain` says of made metrics and a made audit, and what it says when there is nothing to show."""
+"""Output of `fluxion explain` for given metrics and a given audit, and when there is nothing to show."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_picture_is_the_growth_between_the_first_reading_and_the_last() -> Non
     assert found.share == pytest.approx(np.array([[0.0, 0.1], [0.2, 0.3], [0.4, 0.5]]))
     assert found.layer_share.tolist() == pytest.approx([0.05, 0.25, 0.45])
     assert found.mean_share == pytest.approx(0.25)
-    # A tenth of what was read, whether or not requests read it together.
+    # A tenth of the tokens read, whether or not requests read them together.
     assert found.metadata == pytest.approx(0.025)
     assert found.blocks == pytest.approx({"streaming": 0.25, "16": 0.75})
     assert list(found.blocks) == ["streaming", "16"]

@@ -1,4 +1,4 @@
-"""`fluxion explain --out` writes one picture, in the format that the suffix says."""
+"""`fluxion explain --out` writes one picture in the format of the suffix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Needle prompts: exact lengths, one right answer, the model's own language, all of it in the middle."""
+"""Needle prompts: exact lengths, one right answer, only the model's language, all facts in the middle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ prompts = st.builds(
 
 
 def answer_by_reading(document: tuple[int, ...], question: tuple[int, ...]) -> list[int]:
-    """What the phrases say, found by a plain scan of the document."""
+    """The answer from a plain scan of the document's phrases."""
 
     def phrases(marker: int, begin: tuple[int, ...]) -> list[list[int]]:
         starts = [i for i in range(len(document)) if document[i : i + 1 + len(begin)] == (marker, *begin)]
@@ -77,7 +77,7 @@ def test_texts_and_token_ids_are_the_same_prompt(task: Task) -> None:
 
 
 def test_words_follow_the_rules_the_model_was_trained_on() -> None:
-    """The tables are drawn again here: nine words in ten follow from an earlier one, and few by chance."""
+    """This draws the tables again: nine words in ten follow from an earlier one, few by chance."""
     tables = np.random.default_rng(1234).integers(0, 96, (4, 96, 2))
     words = np.array(needle_prompt(20000, 1, seed=5).document[1:9000])
     words = words[words >= needle.FIRST_WORD] - needle.FIRST_WORD

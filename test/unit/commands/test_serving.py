@@ -1,4 +1,4 @@
-"""Servers that the commands start and ask, played by programs and sockets of a few lines."""
+"""Servers that the commands start and ask, replaced by small programs and sockets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-"""A server with a child; `deaf`, it does not end when asked to."""
+"""A server with a child; `deaf`: it ignores requests to end."""
 
 USER = """\
 import signal, sys, time
@@ -59,7 +59,7 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGHUP], [signal.SIGINT] * 2])
 def test_however_a_command_ends_its_server_ends_with_it(signals: list[signal.Signals], tmp_path: Path) -> None:
-    """Two interrupts: the second comes while the server is asked to end and does not."""
+    """Two interrupts: the second comes while a deaf server is asked to end."""
     pids = tmp_path / "pids"
     deaf = ["deaf"] if len(signals) > 1 else []
     command = [sys.executable, "-c", USER, HEALTHY, str(pids), *deaf]
@@ -93,7 +93,7 @@ def test_only_what_a_server_did_is_its_failure(tmp_path: Path) -> None:
 
 @contextmanager
 def saying(*replies: bytes) -> Iterator[serving.Server]:
-    """A server that gives each connection the next of these bytes, and closes it."""
+    """A server that sends the next of these replies to each connection, and closes it."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve() -> None:
@@ -144,7 +144,7 @@ def test_a_stream_that_breaks_off() -> None:
 
 
 def test_the_counters_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request is counted late, and the last step later still."""
+    """The request is counted late, and its last step even later."""
     readings = [(1, 5.0), (1, 5.0), (2, 6.0), (2, 7.0), (2, 7.0), (3, 9.0)]
     pages = iter([{"requests": float(count), "fluxion_layers_total": layers} for count, layers in readings])
     server = serving.Server("there")

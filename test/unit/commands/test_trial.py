@@ -1,4 +1,4 @@
-"""`fluxion try` as a whole, with a server that only pretends: its report, its files, its exit codes."""
+"""`fluxion try` as a whole, with a fake server: its report, its files, its exit codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEP_S = {"off": 0.05, "full": 0.02, "fluxion": 0.01, "sketch": 0.01}
 
 
 def answer(prompt: Sequence[int]) -> list[int]:
-    """What a perfect model says: the fact that follows the key in the document."""
+    """The right answer: the fact that follows the key in the document."""
     *document, first, second = prompt
     pairs = zip(document, document[1:], document[2:], strict=False)
     at = next(i for i, three in enumerate(pairs) if three == (needle.FACT, first, second))
@@ -33,11 +33,11 @@ def answer(prompt: Sequence[int]) -> list[int]:
 
 
 class FakeServer(Server):
-    """Answers at once, says that it took its time, and counts.
+    """Answers at once, reports made-up times, and counts.
 
     Args:
-        refuses: policies that it ends requests of. forgets: policies that answer wrongly, and are far from full.
-        breaks: batches that it answers, before `end` is raised.
+        refuses: policies whose requests it ends. forgets: policies that answer wrongly, and differ much from full.
+        breaks: number of batches that it answers before it raises `end`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class FakeServer(Server):
                 yield Piece(i, len(prompt) * 1e-4 + STEP_S[policy] * step, said[:step])
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Notes of forced tokens: two tokens that are alike, or not under a policy that forgets."""
+        """Distributions of forced tokens: two tokens, equally likely except under a policy that forgets."""
         replies = []
         for sampling in body["sampling_params"]:
             params = sampling["custom_params"]
@@ -80,7 +80,7 @@ class FakeServer(Server):
         return {f"fluxion_{name}_total": value * self.steps for name, value in each.items()}
 
     def generate(self, sampling: Mapping[str, Any], **body: Any) -> dict[str, Any]:
-        """Two best tokens that are 0.1 nats apart."""
+        """The two best tokens are 0.1 nats apart."""
         return {"meta_info": {"output_top_logprobs": [[[-0.5, 1, None], [-0.6, 2, None]]]}}
 
     def flush(self) -> None:
@@ -88,7 +88,7 @@ class FakeServer(Server):
 
 
 class Machine:
-    """Starts fake servers, and remembers their command lines."""
+    """Starts fake servers, and records their command lines."""
 
     def __init__(self, error: ServerError | None = None, **server: Any) -> None:
         self.error, self.server = error, server
@@ -185,7 +185,7 @@ def test_the_page_stands_alone_and_has_every_table(tmp_path: Path) -> None:
 
 
 def test_without_a_predictor_sketches_are_tried_and_training_is_explained(tmp_path: Path) -> None:
-    """Of a model that has a predictor, but none that fits: only the server can say so."""
+    """The model has a predictor that does not fit; only the server can detect this."""
     machine = Machine(refuses=["fluxion"], forgets=["sketch"])
     code, numbers, page = trial(tmp_path, machine)
     assert code == 0

@@ -1,4 +1,4 @@
-"""The parts of `fluxion try`, each by itself."""
+"""Unit tests of the parts of `fluxion try`."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_texts_that_cannot_be_read_are_one_sentence(
 
 
 class StreamingServer(Server):
-    """Sends the pieces that it was given."""
+    """Sends the given pieces."""
 
     def __init__(self, pieces: Sequence[tuple[int, float, int]]) -> None:
         super().__init__("")
@@ -242,7 +242,7 @@ def test_options_that_only_begin_like_those_of_the_trial_are_the_user_s() -> Non
 
 
 class ThinkingServer(Server):
-    """Has two best tokens that are 0.25 nats apart, and remembers what it was asked."""
+    """Its two best tokens are 0.25 nats apart; it records its requests."""
 
     def generate(self, sampling: Mapping[str, Any], **body: Any) -> dict[str, Any]:
         self.asked = body["input_ids"]
@@ -261,7 +261,7 @@ def test_where_outputs_part_the_server_is_asked_how_near_the_tokens_were() -> No
 
 
 class ForcedServer(Server):
-    """Notes a distribution of two tokens at every forced token: the first one has `chance`, by the policy."""
+    """Returns a distribution of two tokens at every forced token; the first has `chance`, by policy."""
 
     def __init__(self, **chance: float) -> None:
         super().__init__("")

@@ -1,4 +1,4 @@
-"""What requests may say, and what they may cost, field by field."""
+"""Legal values of request fields, and their costs, field by field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that no model can take, and policies that do not exist, are refused before they reach the scheduler."""
+"""Prompts that no model accepts, and unknown policies, are refused before they reach the scheduler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCABULARY = 100
 
 
 def asked(ids: Any, **fields: Any) -> list[Any]:
-    """The calls that SGLang's own check got."""
+    """Calls that reach SGLang's own check."""
     server = SimpleNamespace(fluxion_config=fields.pop("config", None), enable_metrics=fields.pop("metrics", False))
     manager = SimpleNamespace(
         model_config=SimpleNamespace(vocab_size=VOCABULARY, hidden_size=1, dtype=torch.bfloat16), server_args=server
@@ -100,7 +100,7 @@ def test_a_policy_that_no_server_like_this_takes_costs_no_pass(spec: Any, config
     [
         (None, None),
         ("hgca:0.5", None),
-        ("fluxion", None),  # whether there is a predictor, the scheduler's process knows
+        ("fluxion", None),  # only the scheduler's process knows whether there is a predictor
         ("full", '{"request_policies": false}'),
         ("fluxion", '{"request_policies": ["hgca"]}'),
         ("oracle:0.1", '{"policy": "oracle:0.1"}'),

@@ -1,4 +1,4 @@
-"""Which request a traceback names."""
+"""The request that a traceback names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fluxion_sglang.sglang.containment import frames
 
 
 class Request:
-    """A stand-in for SGLang's."""
+    """Replaces SGLang's class."""
 
     def fail(self) -> None:
         raise ValueError("it is the request's method")

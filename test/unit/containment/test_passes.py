@@ -1,4 +1,4 @@
-"""What happens to the requests of a failed pass, without a server."""
+"""The requests of a failed pass, without a server."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_pass_may_fail_at_its_end() -> None:
 
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks, which agree on what this one has found."""
+    """Two ranks that agree on this rank's findings."""
     monkeypatch.setattr(passes, "agreed", lambda mine, ranks: mine)
 
 
@@ -130,7 +130,7 @@ CASES = [
     ([Failures("a", {}), Failures("b", {})], Failures("a (rank 0)", {})),
     ([Failures(None, {1: "a"}), Failures(None, {1: "b", 2: "c"})], Failures(None, {1: "a", 2: "c"})),
 ]
-"""What failed on each of two ranks, and what both find."""
+"""Failures on each of two ranks, and the result that both agree on."""
 
 
 def agree(rank: int, folder: str, out: Any) -> None:

@@ -1,4 +1,4 @@
-"""Finding the guilty one of several requests, without a server."""
+"""Finding the guilty request among several, without a server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def taken_in(count: int) -> list[Any]:
 
 
 def run(requests: list[Any], guilty: Any, fails_at: int, length: int) -> tuple[list[Any], int]:
-    """Requests that are ended as guilty, and failures, of a scheduler whose passes with `guilty` fail once it has
+    """Requests ended as guilty, and the number of failures, for a scheduler whose passes with `guilty` fail once it has
     `fails_at` tokens."""
     suspects, waiting, ended, failures = Suspects(), list(requests), [], 0
     running: list[Any] = []

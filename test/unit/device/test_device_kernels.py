@@ -30,7 +30,7 @@ def shapes(draw: st.DrawFn, max_requests: int = 3) -> Shape:
 
 
 def lengths_around(place: Placement) -> st.SearchStrategy[int]:
-    """Where something changes: pages, sinks, window, ring."""
+    """Lengths around every boundary: pages, sinks, window, ring."""
     marks = [1, PAGE, place.sinks, place.window, place.sinks + place.window, place.slots, 2 * place.slots, 1000]
     return st.builds(lambda mark, off: max(mark + off, 1), st.sampled_from(marks), st.integers(-2, 2))
 
@@ -46,7 +46,7 @@ def test_publish_and_resident_are_attention_to_sinks_and_window(data: st.DataObj
     rows = data.draw(st.permutations(range(4)))[:batch]
     lengths = [data.draw(lengths_around(place)) for _ in rows]
     q, k, v = mail.tokens(batch + padding)
-    # What no request has is not to be read, whatever it is.
+    # Data outside of every request must not be read, whatever it is.
     before = mail.windows.clone()
     for row, n in zip(rows, lengths, strict=True):
         held = {place.slot(p) for p in (*range(min(place.sinks, n)), *range(place.window_start(n), n))}
@@ -116,7 +116,7 @@ def test_take_merges_and_observe_observes(data: st.DataObject) -> None:
     unit = 1 / math.log(2) if base2 else 1.0
 
     def result(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Some results, of which some are of nothing, and then hold anything."""
+        """Random results; some are empty, with NaN as o."""
         o, lse = torch.randn(rows, shape.q_heads, shape.head_dim), 3 * torch.randn(rows, shape.q_heads)
         empty = torch.rand(rows, shape.q_heads) < 0.3
         lse[empty], o[empty] = -math.inf, math.nan
@@ -249,7 +249,7 @@ def test_merge_is_attention_to_both(
     base = math.log(2) if base2 else 1.0
     parts = []
     for kind in kinds[:2]:
-        # Slices that begin anywhere, as a request's tokens do.
+        # Slices at any offset, like the tokens of a request.
         o, lse = torch.randn(tokens + 1, heads, dim).to(kind)[1:], 30 * torch.randn(tokens + 1, heads)[1:]
         empty = torch.rand(tokens, heads) < 0.3
         o[empty], lse[empty] = math.nan, -math.inf

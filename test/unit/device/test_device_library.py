@@ -1,4 +1,4 @@
-"""The files of the device libraries: what they hold, what they need, and what they say where there is no GPU."""
+"""Files of the device libraries: contents, dependencies, and errors without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ needs_cuda_library = pytest.mark.skipif(not CUDA.is_file(), reason="built withou
 
 
 def cuobjdump() -> str | None:
-    """NVIDIA's tool that lists the code in a file: the toolkit's, or that in Triton's wheel."""
+    """NVIDIA's tool that lists the code in a file, from the toolkit or from Triton's wheel."""
     triton = Path(sys.prefix) / f"lib/python3.{sys.version_info.minor}/site-packages/triton/backends/nvidia/bin"
     return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=f"/usr/local/cuda/bin:{triton}")
 
@@ -41,7 +41,7 @@ def test_the_cuda_library_has_code_for_every_device_it_is_for() -> None:
 @needs_cuda_library
 @pytest.mark.skipif(cuobjdump() is None, reason="no cuobjdump")
 def test_kernels_have_the_registers_that_they_need() -> None:
-    """What a thread keeps in memory instead is a few numbers at most: in a loop that would be what it waits for."""
+    """Threads spill at most a few numbers to memory; in a loop, spills would dominate."""
     run = [str(cuobjdump()), "--dump-resource-usage", str(CUDA)]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     kernels = re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+) .*?LOCAL:(\d+)", done.stdout)

@@ -19,13 +19,13 @@ INT = torch.int32
 
 @pytest.fixture
 def working() -> Iterator[None]:
-    """A device that works again afterwards."""
+    """Restore the device after the test."""
     yield
     sim().inject("none", 0)
 
 
 class Layers:
-    """Buffers of a layer's launches, as a captured graph has them: written before every step, read after it."""
+    """Buffers of a layer's launches in a captured graph: written before every step, read after it."""
 
     def __init__(self, mail: Mail, rows: int) -> None:
         s = mail.shape
@@ -85,7 +85,7 @@ def test_layers_of_steps_go_to_and_fro(dtype: torch.dtype) -> None:
                 mail.answer(sequence, o, lse)
                 sim().stream_synchronize(stream)
                 buffers.check(batch, o, lse)
-                # What the next layer gets must be the next layer's.
+                # The next layer must get its own results.
                 for tensor in (buffers.o, buffers.lse, buffers.out):
                     tensor.fill_(math.nan)
     assert mail.word("late") == 0
@@ -112,7 +112,7 @@ def test_slots_alternate_and_keep_what_the_host_reads() -> None:
 
 
 def test_an_answer_in_time_is_taken_from_the_calling_threads_stream() -> None:
-    """Stream 0 works in the thread that calls; the GIL is free meanwhile."""
+    """Stream 0 executes in the calling thread; the GIL is free meanwhile."""
     mail = Mail(Shape(head_dim=32))
     step(mail, 0, [2], [9])
     buffers = Layers(mail, 1)
@@ -177,7 +177,7 @@ def test_a_failed_layer_is_the_devices_own_part() -> None:
 
 
 def test_sequence_numbers_wrap() -> None:
-    """The layout compares them as int32 differences; slots go on alternating."""
+    """Sequence numbers are compared as int32 differences; slots continue to alternate."""
     mail = Mail(Shape(head_dim=32))
     slots = [mail.mailbox._whole_slot(sequence) for sequence in (0, 1, 2**32, 2**32 - 1, 2**31)]
     first, second, *again = [(slot.q.data_ptr(), slot.o.data_ptr()) for slot in slots]
@@ -214,7 +214,7 @@ def test_a_graph_replays_with_the_steps_own_requests(padded: int) -> None:
 
 
 def test_steps_may_be_given_far_ahead_of_the_device() -> None:
-    """Their requests are copied when they are given, and used in the order of the stream."""
+    """A step's requests are copied when it is submitted, and used in stream order."""
     mail = Mail(Shape(head_dim=32))
     buffers, steps = Layers(mail, 1), 7
     seen = []
@@ -274,7 +274,7 @@ def test_a_lost_device_hangs_nobody(working: None) -> None:
     stream = sim().stream_create()
     step(mail, stream, [0], [3])
     sim().inject("lost", 3)
-    # Asynchronous: whichever call comes after the loss says so.
+    # The error is asynchronous: the next call after the loss reports it.
     end, layer = time.monotonic() + 60, 0
     with pytest.raises(DeviceError, match="the device is lost to this process"):
         while time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""What policies and the recorder are shown where passes run on a device, and where they run on the CPU."""
+"""Features for policies and the recorder are the same on a device and on the CPU."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ except DeviceError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 SAID = ["lse_sink", "lse_local", "o_sink_norm", "o_local_norm", "o_resident_max"]
-"""The features that a device has a part in."""
+"""Features that a device helps to compute."""
 
 BOUND = 1e-5
-"""How far they may be from the CPU's, relative to the larger of 1 and the number."""
+"""Bound of the difference to the CPU's, relative to max(1, |value|)."""
 
 
 class Twins:
-    """Two worlds and one series of passes: on the CPU, and on the simulated device."""
+    """Two worlds with the same passes: on the CPU, and on the simulated device."""
 
     def __init__(self, **options: Any) -> None:
         self.worlds = [World(**{"tokens": 16384, **options}) for _ in range(2)]
@@ -54,14 +54,14 @@ class Twins:
         self.pinned.release()
 
     def share(self, row: int, other: int, pages: int) -> None:
-        """As after a radix hit: `row` is another request than before, which begins like that in `other`."""
+        """Simulate a radix hit: `row` becomes a new request that shares a prefix with `other`."""
         for world in self.worlds:
             world.pages[row] = world.pages[other][:pages]
             world.engine.forget(row)
         self.lengths[row] = pages * PAGE
 
     def heal(self, row: int) -> None:
-        """As when a row has a request that came without a prefill."""
+        """Simulate a row whose request came without a prefill."""
         for world, device in zip(self.worlds, self.devices, strict=True):
             for windows in world.windows.layers:
                 windows[:, row * world.placement.slot_pages :][:, : world.placement.slot_pages] = torch.nan
@@ -69,7 +69,7 @@ class Twins:
             world.engine.forget(row)
 
     def draw(self, tokens: int) -> list[tuple[torch.Tensor, ...]]:
-        """q, k, v of every layer: the same for both."""
+        """q, k, v of every layer, the same for both worlds."""
         world = self.worlds[0]
         heads = (world.heads * world.group, world.heads, world.heads)
         return [tuple(world.randn(tokens, h, world.dim) for h in heads) for _ in range(world.layers)]
@@ -99,7 +99,7 @@ class Twins:
             self.lengths[row] = self.lengths.get(row, 0) + count
 
     def decode(self, rows: list[int]) -> list[torch.Tensor]:
-        """The features of every layer that each saw, [layers, B, Hq, 41]."""
+        """The features of every layer in each world, [layers, B, Hq, 41]."""
         drawn, seen = self.draw(len(rows)), []
         for row in rows:
             self.lengths[row] += 1
@@ -154,7 +154,7 @@ def test_features_are_the_cpus(twins: Twins) -> None:
 
 @kinds
 def test_samples_are_the_cpus(twins: Twins, tmp_path: Path) -> None:
-    """Bit by bit: a sample is of a prefill, of which the device has no part but the queries."""
+    """Bit by bit: the device only provides a prefill's queries to a sample."""
     wishes = {"id": 5, "samples": [[350, [360, 500, 699]], [640, [700, 1000]]]}
     recorders = [Recorder(tmp_path / name, world.pool) for name, world in zip("ab", twins.worlds, strict=True)]
     for count in (400, 300, 305):

@@ -30,7 +30,8 @@ from fluxion_sglang.executor.prefill import ExtendRequest
 def test_extends_are_exact(
     chunks: list[tuple[int, int]], flash: bool, dtype: torch.dtype, group: int, stage: int, gap: int, seed: int
 ) -> None:
-    """Prefixes of none, one and several pieces, some that end inside a page, chunks of no token, tokens of nobody."""
+    """Prefixes of no, one and several pieces, also ending inside a page; empty chunks; tokens that belong to no
+    request."""
     world = World(layers=1, group=group, dtype=dtype, tokens=8192, rows=6, seed=seed)
     library = load("sim")
     pinned = Pinned(library, world.pool.memory)

@@ -1,4 +1,4 @@
-"""FlashInfer's door, with FlashInfer in torch behind it: results, lists, base of the LSE."""
+"""The adapter of FlashInfer, with FlashInfer in torch behind it: results, lists, base of the LSE."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_divided_lists_are_the_sinks_then_the_windows() -> None:
 @pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_residents_equal_the_reference(group: int, scale: float) -> None:
-    """Lengths before the window, within it, on and off page boundaries, and with a ring that has come round."""
+    """Lengths before and within the window, on and off page boundaries, and with a wrapped ring."""
     world = World(layers=1, group=group, rows=8, tokens=16384, seed=group, dtype=torch.bfloat16)
     lengths = {2: 5, 3: 64, 5: 333, 1: 336, 4: 1201, 6: 2000}
     for row, length in lengths.items():
@@ -116,7 +116,7 @@ def test_prefill_attends_to_every_key() -> None:
 
 @pytest.mark.parametrize("spans", [[(0, 5)], [(0, 1), (1, 33)], [(4, 7), (7, 8), (11, 30)]])
 def test_chunks_attend_to_themselves_and_to_nobody_else(spans: list[tuple[int, int]]) -> None:
-    """Behind the last there are tokens of nobody, as there may be before the first and between."""
+    """Tokens that belong to no request may lie before, between and behind the chunks."""
     torch.manual_seed(2)
     q, k, v = torch.randn(40, 6, 64), torch.randn(40, 2, 64), torch.randn(40, 2, 64)
     chunks = door.Chunks(q_heads=6, kv_heads=2, head_dim=64, dtype=torch.float32, scale=0.1, device=torch.device("cpu"))
@@ -132,7 +132,7 @@ def test_chunks_attend_to_themselves_and_to_nobody_else(spans: list[tuple[int, i
 
 
 def test_a_gpu_without_flashinfer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the launcher, which does not import it, and where it is there and broken by the process that serves."""
+    """The launcher refuses it without importing it; if it is installed but broken, the serving process refuses it."""
     monkeypatch.setattr(maker, "load", lambda backend: None)
     monkeypatch.setattr(door.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
@@ -153,7 +153,7 @@ def test_what_flashinfer_serves() -> None:
 
 
 def test_groups_are_those_of_the_installed_version() -> None:
-    """What its decode kernels without tensor cores are compiled for."""
+    """Group sizes of its decode kernels without tensor cores."""
     pytest.importorskip("flashinfer")
     folder = importlib.resources.files("flashinfer") / "data" / "include" / "flashinfer"
     macro = (folder / "utils.cuh").read_text().partition("#define DISPATCH_GQA_GROUP_SIZE")[2].partition("#define")[0]

@@ -1,4 +1,4 @@
-"""Decode steps whose residents are a device's: what comes out, and what happens when something goes wrong."""
+"""Decode steps whose residents belong to a device: results, and failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_policy_decides_as_it_does_where_the_windows_are_the_cpus(spec: st
                 if spec == "full":
                     torch.testing.assert_close(got.double(), exact, atol=2e-5, rtol=1e-4)
     assert counts(cpu) == counts(other)
-    # What the next steps find in the host pool is the same, bit by bit.
+    # The next steps find the same host pool, bit by bit.
     for layer in range(cpu.layers):
         for name in ("tiles", "meta0", "meta1", "meta2", "meta3", "moments"):
             mine, yours = (world.pool.tensor(name, layer) for world in (cpu, other))
@@ -65,9 +65,9 @@ def test_half_precision_and_a_foreign_executor() -> None:
 
 
 def answers(workers: int, rows: list[int], spec: str) -> dict[int, torch.Tensor]:
-    """The middles that the CPU says for each row, bit by bit: [layers, Hq, D + 1]."""
+    """The CPU's results for the middles of each row, bit by bit: [layers, Hq, D + 1]."""
     world = with_requests(policy=spec, workers=workers)
-    # What a row is given must not depend on the rows beside it.
+    # A row's random data must not depend on other rows.
     draws = {row: torch.Generator().manual_seed(row) for row in rows}
 
     def randn(*size: int) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_a_step_without_requests_is_answered() -> None:
 
 
 class Faulty(Policy):
-    """Reads everything, but raises in the calls that are named."""
+    """Reads everything, but raises in the named calls."""
 
     needs = Needs.RESIDENTS
 
@@ -137,11 +137,11 @@ def test_a_failure_fails_its_step_and_no_other(fault: str) -> None:
         device.decode([1, 2])
         device.begin([1, 2], [Faulty(fault), world.engine.policy])
         answered = [device.layer(layer) for layer in range(world.layers)]
-        assert len(answered) == world.layers  # the device came to its end
+        assert len(answered) == world.layers  # the device finished
         with pytest.raises(RuntimeError, match=f"^{fault} went wrong$"):
             device.server.finish()
         assert not device.server.lost
-        device.server.finish()  # a failure is told once
+        device.server.finish()  # a failure is reported once
         for got, exact in device.decode([1, 2]):
             torch.testing.assert_close(got.double(), exact, atol=2e-5, rtol=1e-4)
 
@@ -180,7 +180,7 @@ def test_more_requests_than_there_is_room_for() -> None:
 
 
 class Slow(Policy):
-    """Plans when it is told to."""
+    """Plans when told to."""
 
     def __init__(self) -> None:
         self.full, self.asked, self.go = parse_spec("full"), threading.Event(), threading.Event()
@@ -195,7 +195,7 @@ class Slow(Policy):
 
 
 def heal_and_decode(device: DeviceWorld) -> None:
-    """After everything ended: a reset, then a step as if nothing had been."""
+    """After the failure: a reset, then a normal step."""
     world = device.world
     assert device.server.lost
     with pytest.raises(RuntimeError):
@@ -220,7 +220,7 @@ def test_a_device_that_publishes_nothing(published: int) -> None:
         with pytest.raises(RuntimeError, match=r"^The device did not publish a layer within 0\.1 s"):
             device.server.finish()
         assert time.monotonic() - start < 10
-        with pytest.raises(GaveUp):  # it comes too late, and is not left waiting
+        with pytest.raises(GaveUp):  # it comes too late, and must not wait
             device.layer(published)
         heal_and_decode(device)
 

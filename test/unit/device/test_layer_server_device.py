@@ -1,4 +1,4 @@
-"""The layer server beside the device library's simulated device: kernels and launches as they are, in threads."""
+"""The layer server beside the device library's simulated device: real kernels and launches, in threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ except DeviceError as error:
 
 
 class SimulatedDevice:
-    """A world whose decode steps run on a stream of the simulated device; the caller waits for no layer."""
+    """A world whose decode steps run on a stream of the simulated device; the caller does not wait for layers."""
 
     def __init__(self, world: World, library: DeviceLibrary, timeout_s: float) -> None:
         self.world, self.library = world, library
@@ -46,7 +46,7 @@ class SimulatedDevice:
         self.library.stream_destroy(self.stream)
 
     def launch(self, rows: list[int], policies: list[Policy] | None = None) -> list[tuple[torch.Tensor, ...]]:
-        """A step, launched whole; per layer (what will come out, exact attention), [B, Hq, D] each."""
+        """Launch a whole step; per layer (future output, exact attention), [B, Hq, D] each."""
         world, library = self.world, self.library
         lengths = torch.tensor([world.length(row) + 1 for row in rows], dtype=torch.int32)
         table = world.table(rows, lengths.tolist())
@@ -63,7 +63,7 @@ class SimulatedDevice:
             library.resident(self.port, self.stream, q, windows, world.scale, o, lse, looks)
             library.take(self.port, self.stream, o, lse, False, out)
             want = world.take(rows, layer, q, k, v)
-            results.append((out, want, q, k, v, o, lse))  # the stream reads them: they must live
+            results.append((out, want, q, k, v, o, lse))  # the stream reads them, so keep them alive
         return results
 
     def decode(self, rows: list[int], policies: list[Policy] | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -71,7 +71,7 @@ class SimulatedDevice:
         try:
             self.server.finish()
         finally:
-            self.library.stream_synchronize(self.stream)  # until then the stream reads what was launched
+            self.library.stream_synchronize(self.stream)  # until then the stream reads the inputs
         return [(out, want) for out, want, *_ in results]
 
 
@@ -109,7 +109,7 @@ def test_an_audit_finds_what_it_finds_on_the_cpu(spec: str, tmp_path: Path) -> N
 
 
 def test_an_audit_of_half_precision(tmp_path: Path) -> None:
-    """Its exact attention to the residents has the device's inputs, and float32 between them and the error."""
+    """Its exact attention to the residents uses the device's inputs, and float32 up to the error."""
     logs = [tmp_path / "cpu.npy", tmp_path / "device.npy"]
     cpu, other = (with_requests(policy="fixed:16:0.05", dtype=torch.bfloat16, audit=log) for log in logs)
     with device(other) as simulated:
@@ -131,10 +131,10 @@ def test_steps_are_launched_ahead_of_one_another() -> None:
 
 def test_a_time_out_silences_the_device_until_both_sides_are_reset() -> None:
     world, slow = with_requests(), Slow()
-    # Long enough for the pass at the end, on a machine with other work.
+    # Long enough for the last pass on a busy machine.
     with device(world, timeout_s=2) as simulated:
         launched = simulated.launch([1], [slow])
-        library.stream_synchronize(simulated.stream)  # the device came to its end without the CPU
+        library.stream_synchronize(simulated.stream)  # the device finished without the CPU
         assert simulated.mailbox.late
         slow.go.set()
         with pytest.raises(RuntimeError, match="The device waited too long for the CPU's part of a layer"):

@@ -1,4 +1,4 @@
-"""The host's side of the mailbox, and layers of the native engine whose residents are a device's."""
+"""The host's side of the mailbox, and layers of the native engine whose residents belong to a device."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def test_a_wait_ends_when_the_word_is_there(before: float) -> None:
         mailbox.slot(1, 1).layer.fill_(5)
         mailbox.store(Word.PUBLISHED, 1)
 
-    thread = threading.Thread(target=publish)  # runs: a wait holds no GIL
+    thread = threading.Thread(target=publish)  # runs, because a wait releases the GIL
     thread.start()
     mailbox.wait(1, 20)
     assert int(mailbox.slot(1, 1).layer) == 5
-    mailbox.wait(0, 0)  # what was before is there, too
+    mailbox.wait(0, 0)  # earlier publications count too
     thread.join()
 
 
@@ -94,7 +94,7 @@ def test_waits_end_without_the_word() -> None:
     with pytest.raises(MailboxError, match=r"^The step was cancelled\.$"):
         mailbox.wait(1, 20)
     mailbox.store(Word.PUBLISHED, 1)
-    mailbox.wait(1, 20)  # what was said before counts
+    mailbox.wait(1, 20)  # earlier publications count
     timer.join()
     mailbox.reset()
     assert all(mailbox.load(word) == 0 for word in Word)
@@ -114,7 +114,7 @@ def test_sequence_numbers_wrap() -> None:
     mailbox.store(Word.PUBLISHED, 2**32)
     mailbox.wait(2**32, 0)
     assert mailbox.fail(2**32) and mailbox.load(Word.ANSWERED) == 0
-    assert mailbox.load(Word.FAILED) == 1  # 0 would say that nothing did
+    assert mailbox.load(Word.FAILED) == 1  # 0 would mean that nothing failed
 
 
 def test_answers() -> None:
@@ -152,7 +152,7 @@ def test_the_middle_alone(dtype: torch.dtype, first: bool) -> None:
         slot = mailbox.slot(sequence, len(requests))
         draw(world, slot)
         plan = world.plan(requests)
-        plan.budget[0, 0] = 0.0  # a streaming head; attend_union has it read the others' blocks
+        plan.budget[0, 0] = 0.0  # a streaming head; with attend_union it reads the others' blocks
         plan.blk[3] = 0
         k, v = (None, None) if first else (slot.k, slot.v)
         if first:
@@ -222,7 +222,7 @@ def test_a_failed_layer_is_not_answered() -> None:
 
 @pytest.mark.parametrize("stop", [0.5, 0.9, 0.99])
 def test_early_exit_by_a_devices_parts_is_bit_for_bit_the_same(stop: float) -> None:
-    """Given the parts that the CPU finds, the middle is what the CPU reads of it."""
+    """With the parts that the CPU finds, the middle equals the CPU's, bit for bit."""
     ours, theirs = (NativeWorld(seed=3, rows=3, attend_union=False) for _ in range(2))
     requests = [[world.add(n) for n in (900, 400)] for world in (ours, theirs)]
     mailbox = mailbox_of(theirs, 2)

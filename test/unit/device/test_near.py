@@ -1,4 +1,4 @@
-"""The near middle on the simulated device: it reads what the CPU would, whatever is near and whatever is far."""
+"""The near middle on the simulated device reads the same as the CPU, wherever tiles lie."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[..., Passes]
 
 def maker(monkeypatch: pytest.MonkeyPatch, made: list[Passes], **always: Any) -> Make:
     def make(copies: int = 0, **kw: Any) -> Passes:
-        """copies: of tiles, a KV head."""
+        """copies: number of tiles per KV head."""
         heads, dim = kw.get("heads", 2), kw.get("dim", 64)
         tile = 2 * 16 * dim * kw.get("dtype", torch.float32).itemsize
         made.append(Passes(monkeypatch, copies_gb=copies * heads * tile / GIB, **always, **kw))
@@ -40,11 +40,11 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         made[-1].library.inject("none", 1)
         made[-1].device.close()
         made.pop().pinned.release()
-    gc.collect()  # streams end with their owners: of each a hundred stacks, and what a sanitizer keeps of them
+    gc.collect()  # streams end with their owners; each holds a hundred stacks, and sanitizer data for them
 
 
 def both(near: Passes, plain: Passes, rows: list[int], policies: list[Policy] | None = None) -> None:
-    """A decode step of two worlds that were drawn alike."""
+    """A decode step of two worlds with equal random data."""
     for one in (near, plain):
         one.begin_decode(rows, policies)
     tolerance = 1e-4 if near.world.dtype == torch.float32 else 3e-2
@@ -76,7 +76,7 @@ def counts(one: Passes) -> tuple[int, int, int]:
     ],
 )  # fmt: skip
 def test_it_reads_what_the_cpu_reads(passes: Make, spec: str, copies: int, union: bool) -> None:
-    """Steps that fill pages and move the window, of requests with no middle and with a cut last block."""
+    """Steps that fill pages and move the window, with requests without a middle and with a cut last block."""
     kw: dict[str, Any] = {"seed": 3, "policy": spec, "attend_union": union}
     near, plain = passes(copies, **kw), passes(**kw)
     for one in (near, plain):
@@ -106,7 +106,7 @@ def test_it_reads_what_the_cpu_reads(passes: Make, spec: str, copies: int, union
     ],
 )
 def test_every_shape(passes: Make, group: int, dim: int, dtype: torch.dtype) -> None:
-    # Whole numbers, so that both sides rank by the same scores, with many ties.
+    # Integers, so that both sides rank by equal scores, with many ties.
     kw: dict[str, Any] = {
         "seed": group, "policy": "fixed:32:0.15", "group": group, "dim": dim, "dtype": dtype, "whole": True, "layers": 1
     }  # fmt: skip
@@ -119,7 +119,7 @@ def test_every_shape(passes: Make, group: int, dim: int, dtype: torch.dtype) -> 
 
 
 def test_copies_follow_what_is_read(passes: Make) -> None:
-    """With room for what steps read, they soon find it near."""
+    """With enough room, steps soon find their tiles near."""
     near = passes(150, seed=4, policy="full", layers=1)
     near.extend({1: 2000})
     for _ in range(2):  # another request takes the place
@@ -133,7 +133,7 @@ def test_copies_follow_what_is_read(passes: Make) -> None:
 
 
 def test_pages_that_another_request_wrote(passes: Make) -> None:
-    """A prefix that is shared, and pages that were given back and written anew."""
+    """A shared prefix, and pages that were freed and written again."""
     kw: dict[str, Any] = {"seed": 5, "policy": "fixed:16:0.2", "layers": 1}
     near, plain = passes(50, **kw), passes(**kw)
     for one in (near, plain):
@@ -153,7 +153,7 @@ def test_pages_that_another_request_wrote(passes: Make) -> None:
         world.free += world.pages.pop(1)[::-1]
         for kept in (world.keys, world.values):
             del kept[1]
-        # Those that are shared are the other's still.
+        # The shared pages still belong to the other request.
         world.free = [page for page in world.free if page not in world.pages[2]]
         one.extend({3: 1400})
     for _ in range(3):
@@ -161,7 +161,7 @@ def test_pages_that_another_request_wrote(passes: Make) -> None:
 
 
 def test_policies_that_it_cannot_choose_for(passes: Make) -> None:
-    """Their steps are the CPU's, and what they fill is near afterwards."""
+    """The CPU executes their steps; pages that these fill are near afterwards."""
     near, plain = (passes(copies, seed=6, layers=1) for copies in (2000, 0))
     for one in (near, plain):
         one.extend({1: 900, 2: 1200})
@@ -218,7 +218,7 @@ def test_after_a_pass_that_failed(passes: Make) -> None:
 
 @pytest.mark.parametrize("part", [pytest.param(0, marks=pytest.mark.full), 1], ids=["key", "value"])
 def test_a_nan_reaches_exactly_the_heads_that_read_it(passes: Make, part: int) -> None:
-    """In a tile that has a copy, as in one that the CPU reads."""
+    """Both in a tile with a copy and in one that the CPU reads."""
     kw: dict[str, Any] = {"seed": 9, "policy": "fixed:16:0.3", "attend_union": False, "layers": 1}
     near, plain = passes(200, **kw), passes(**kw)
     for one in (near, plain):
@@ -257,7 +257,7 @@ def test_less_memory_than_a_tile(passes: Make, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_copies_keep_apart_when_pages_are_written_anew(passes: Make) -> None:
-    """Pages of a request that has ended, among them those whose copies are next to make room."""
+    """Pages of an ended request, including those whose copies are evicted next."""
     near, plain = (passes(copies, seed=3, layers=1) for copies in (64, 0))
     for turn in range(4):
         for one in (near, plain):

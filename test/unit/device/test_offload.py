@@ -1,4 +1,4 @@
-"""Write-through of chunks behind the launching thread's back: order, back-pressure, failures, the end."""
+"""Write-through of chunks behind the launching thread: order, back-pressure, failures, shutdown."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_everything_is_written_once_and_in_order() -> None:
     offload = Offload(streams)
     want = []
     for i in range(50):
-        # Of every size, an odd one and nothing included, as views of a wider tensor.
+        # All sizes, odd and empty ones included, as views of a wider tensor.
         size = (7 * i) % 23
         k, queries = torch.randn(40, 3, 8)[:size, 1:], torch.randn(2, 5).to(torch.bfloat16)
         want.append((i, k.clone(), queries.clone()))
@@ -121,7 +121,7 @@ def test_what_cannot_be_launched_is_nobodys() -> None:
 
 
 class RecordingSide(HostSide):
-    """Raises from what it is told to, once, and notes its calls and how many stages were free in each."""
+    """Raises once as configured, and records its calls and the number of free stages in each."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -182,7 +182,7 @@ def test_a_stage_is_free_again_only_when_the_copies_into_it_are_done() -> None:
 @pytest.mark.parametrize("what", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupt_while_copies_are_waited_for_takes_no_stage_away(where: str, what: type[BaseException]) -> None:
     offload, _ = recording({"copy 2": RuntimeError("no second copy"), where: what()})
-    # What says why is the copy's error, unless somebody wants it all to end.
+    # The copy's error explains the failure, unless the process is being ended.
     with pytest.raises(KeyboardInterrupt if what is KeyboardInterrupt else RuntimeError) as raised:
         put(offload, (torch.zeros(4), torch.zeros(4)), lambda a, b: None)
     assert what is KeyboardInterrupt or "no second copy" in str(raised.value)

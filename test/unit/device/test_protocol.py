@@ -1,6 +1,6 @@
-"""What device, server, workers and foreign executor say to one another, in a million interleavings (test/fuzz).
+"""The protocol between device, server, workers and foreign executor, in a million interleavings (test/fuzz).
 
-More than here, by hand, with other seeds:
+More interleavings, by hand, with other seeds:
     cmake -S test/fuzz -B build/fuzz -GNinja && cmake --build build/fuzz
     build/fuzz/protocol_fuzz --random 10000000 --seed 2 --threads 2
     build/fuzz/protocol_fuzz --exhaustive 1000000000 --deviations 3 --threads 2
@@ -19,11 +19,11 @@ import pytest
 from places import ROOT
 
 FOLDER = ROOT / "build" / "fuzz"
-# Minutes: the programs are compiled first, with every mistake that the fuzzer must find.
+# Minutes: this compiles the programs with every mistake that the fuzzer must find.
 full = pytest.mark.full
 _MUTANT = re.compile(r"^mutant\((\w+) (\S+)\s+\[==\[(.*?)\]==\]\s+\[==\[(.*?)\]==\]\)", re.MULTILINE | re.DOTALL)
 MUTANTS = {name: changes for name, *changes in _MUTANT.findall((ROOT / "test/fuzz/mutants.cmake").read_text())}
-"""By name, the file that a mistake is in, the text there, and what takes its place."""
+"""By name: the file of a mistake, the text there, and its replacement."""
 
 
 def tool(name: str) -> str:
@@ -35,7 +35,7 @@ def tool(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """The built programs. A compiler is there: the native library was built."""
+    """The built programs. There is a compiler, because the native library was built."""
     configure = [tool("cmake"), "-S", str(ROOT / "test/fuzz"), "-B", str(FOLDER), "-GNinja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-DCMAKE_BUILD_TYPE="]
     for command in (configure, [tool("cmake"), "--build", str(FOLDER)]):
@@ -57,7 +57,8 @@ def test_a_mistake_changes_what_is_there(name: str) -> None:
 
 @full
 def test_a_million_interleavings(folder: Path) -> None:
-    """All with at most two deviations from the ordinary one, of four small passes; and random ones of large passes."""
+    """All interleavings with at most two deviations from the ordinary one, of four small passes; and random ones of
+    large passes."""
     options = ["--exhaustive", 1 << 40, "--deviations", 2, "--random", 250_000, "--seed", 1, "--threads", 2]
     status, said = run(folder / "protocol_fuzz", *options)
     assert status == 0, said
@@ -69,7 +70,8 @@ def test_a_million_interleavings(folder: Path) -> None:
 @full
 def test_the_fuzzer_finds_what_is_wrong(folder: Path) -> None:
     def find(name: str) -> tuple[int, str]:
-        # A run ends with what it finds: of 50,000 runs but for the two that forget a queue's round, after 162,771.
+        # A run ends at the first finding: within 50,000 runs, except after 162,771 for the two that forget a queue's
+        # round.
         return run(folder / f"mutant_{name}", "--random", 200_000, "--seed", 1)
 
     with ThreadPoolExecutor(2) as pool:

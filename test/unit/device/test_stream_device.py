@@ -1,4 +1,4 @@
-"""Passes on the simulated device: extends and decode steps against exact attention, and what is left when one fails."""
+"""Passes on the simulated device: extends and decode steps against exact attention, and the state after a failure."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ TIMEOUT_S = 20.0
 
 
 class Passes:
-    """A world whose passes run on a device. `told`: what the host pool was said to have, (layer, request, queries).
+    """A world whose passes run on a device. `told`: what the host pool was told to have, (layer, request, queries).
 
-    checked: whether what prompts attend to is compared, which is quadratic in their length.
+    checked: whether attention of prompts is compared, which takes quadratic time.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Passes:
         self.device.begin_extend(requests, self._appended)
         asked = []
         for layer in range(world.layers):
-            # Views of one wider tensor, as the model's projections are.
+            # Views of one wider tensor, like the model's projections.
             qkv = world.randn(offset, (world.group + 2) * world.heads, world.dim)
             q, k, v = qkv.split([world.group * world.heads, world.heads, world.heads], 1)
             there = qkv.to(world.place).split([q.shape[1], world.heads, world.heads], 1)
@@ -77,7 +77,7 @@ class Passes:
                 if self.checked:
                     self._check_chunk(request, layer, q, out)
             asked += [(layer, i, q[request.last_queries].clone()) for i, request in enumerate(requests)]
-            (qkv if world.place == "cpu" else there[0]).fill_(float("nan"))  # the model's memory is another layer's now
+            (qkv if world.place == "cpu" else there[0]).fill_(float("nan"))  # the memory now belongs to another layer
         if finish:
             self.device.finish()
             assert [(layer, i) for layer, i, _ in self.told] == [(a, b) for a, b, _ in asked if counts[requests[b].row]]
@@ -96,7 +96,7 @@ class Passes:
         assert torch.allclose(out[tokens].double(), want, atol=1e-4 if world.dtype == torch.float32 else 3e-2)
 
     def check_memory(self, row: int) -> None:
-        """Host tiles and windows hold every token of the row that they should."""
+        """Host tiles and windows hold all tokens of the row that they should."""
         world, n = self.world, self.world.length(row)
         place = world.placement
         positions = torch.arange(n)
@@ -136,7 +136,7 @@ class Passes:
             self.check_memory(row)
 
     def forget(self, rows: list[int]) -> None:
-        """The tokens of a step that failed belong to nobody."""
+        """The tokens of a failed step belong to no request."""
         for row in rows:
             for kept in (self.world.keys, self.world.values):
                 kept[row] = [layer[: self.before[row]] for layer in kept[row]]
@@ -157,7 +157,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         made[-1].device.close()
         made[-1].pinned.release()
         made.pop().pinned.release()
-    gc.collect()  # streams end with their owners: of each a hundred stacks, and what a sanitizer keeps of them
+    gc.collect()  # streams end with their owners; each holds a hundred stacks, and sanitizer data for them
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ],
 )
 def test_chunks_then_decode(passes: Any, dtype: torch.dtype, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks that end in and on pages, mixed lengths, prefixes of none, one and several stages."""
+    """Chunks that end in and on pages, mixed lengths, prefixes of no, one and several stages."""
     monkeypatch.setattr(extend, "STREAM_PAGES", 8)
     one = passes(dtype=dtype, group=group, seed=group, rows=6)
     one.extend({1: 5, 2: 64, 3: 333})
@@ -206,7 +206,7 @@ def test_any_chunks(chunks: list[int], stage: int) -> None:
 def test_policies_read_what_they_read_on_the_cpu(
     passes: Any, spec: str, flash: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same requests, keys and queries on both; what differs is where residents are attended to, and by whom."""
+    """Both worlds have the same requests, keys and queries; only the processor of the residents differs."""
     monkeypatch.setattr(flashinfer, "module", lambda: fake_flashinfer)
     monkeypatch.setattr(flashinfer, "serves", lambda backend, dtype, head_dim: flash)
     lists: list[int] = []
@@ -229,7 +229,7 @@ def test_policies_read_what_they_read_on_the_cpu(
             assert torch.allclose(got, want[layer][0], atol=1e-4)
         one.device.finish()
     assert one.world.engine.stats()["tasks_cpu"] == cpu.engine.stats()["tasks_cpu"]
-    # Policies that look at sinks and window have a list of each.
+    # Policies that observe sinks and window have a separate list for each.
     whole = 4 * cpu.heads * (2 if cpu.engine.looks() else 1)
     assert lists == ([whole] * (4 * cpu.layers) if flash else [])
 
@@ -257,7 +257,7 @@ def test_a_row_heals_from_the_host(passes: Any) -> None:
 
 
 class Broken(Policy):
-    """Reads everything, and does what it is told when it plans layer 1."""
+    """Reads everything, and acts as configured when it plans layer 1."""
 
     def __init__(self, trouble: Any) -> None:
         self.full, self.trouble = parse_spec("full"), trouble
@@ -366,7 +366,7 @@ def test_layers_that_are_nobodys_wait_for_nobody(passes: Any) -> None:
 
 
 def test_flashinfer_attends_to_prompts_and_residents(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With FlashInfer in torch. All of it has run before the first pass; a step of nobody needs no plan."""
+    """With FlashInfer in torch. Every kernel has run before the first pass; an empty step needs no plan."""
     ran: list[str] = []
     for name in ("single_prefill_with_kv_cache", "_attend_to_chunks", "_attend_to_pages"):
         original = getattr(fake_flashinfer, name)
@@ -394,7 +394,7 @@ def test_flashinfer_attends_to_prompts_and_residents(passes: Any, monkeypatch: p
 
 
 def test_requests_that_are_not_there_are_left_alone(passes: Any) -> None:
-    """The rows behind a step's requests, which pad a graph's batch."""
+    """Rows behind a step's requests pad a graph's batch."""
     one = passes(seed=14, graphs=True)
     one.extend({1: 800, 2: 300, 3: 40})
     one.decode([1, 2, 3])
@@ -408,7 +408,7 @@ def test_requests_that_are_not_there_are_left_alone(passes: Any) -> None:
 
 
 def test_the_launching_thread_is_not_held_up_by_writes(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All layers of a chunk are launched while the host has none of them; `finish` waits for all."""
+    """All layers of a chunk are launched before the host has any; `finish` waits for all."""
     one, go = passes(seed=15), threading.Event()
     adopt = one.world.pool.adopt
     monkeypatch.setattr(one.world.pool, "adopt", lambda *args: (go.wait(10), adopt(*args)))
@@ -421,8 +421,8 @@ def test_the_launching_thread_is_not_held_up_by_writes(passes: Any, monkeypatch:
 
 
 def test_a_recorded_step_serves_every_step_of_its_size(passes: Any) -> None:
-    """One graph of a whole step, publish, residents and take of every layer in it, replayed for other requests,
-    lengths and policies, with padding and without; the CPU is told of each step before its replay."""
+    """One graph of a whole step, with publish, residents and take of every layer, is replayed for other requests,
+    lengths and policies, with and without padding. The CPU is told of each step before its replay."""
     one = passes(seed=16, graphs=True, layers=3)
     one.extend({1: 800, 2: 300, 3: 40})
     world, library, size = one.world, one.library, 3
@@ -434,7 +434,8 @@ def test_a_recorded_step_serves_every_step_of_its_size(passes: Any) -> None:
     ]
     before = [windows.clone() for windows in world.windows.layers]
     one.device.begin_dummy()
-    # As SGLang warms up before it records. What the stream writes must be kept until it has: torch does not know of it.
+    # As in SGLang's warm-up before recording. Outputs must stay alive until the stream has written them; torch does not
+    # know of it.
     warm = [one.device.decode(layer, *inputs[layer], world.scale) for layer in range(world.layers)]
     library.stream_synchronize(stream)
     del warm

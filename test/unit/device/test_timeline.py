@@ -1,4 +1,4 @@
-"""What a device waits for the CPU: noted by both sides, and added up."""
+"""The device's waits for the CPU, recorded by both sides and summed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fluxion_sglang.policy.base import UNSEEN, DecodeStep, Observed
 
 
 class Held(Policy):
-    """Reads everything, but plans a layer only when the test says so."""
+    """Reads everything, but plans a layer only when the test allows it."""
 
     def __init__(self, ready: Callable[[], bool]) -> None:
         self.ready, self.full = ready, parse_spec("full")
@@ -34,7 +34,7 @@ class Held(Policy):
 
 
 def ordered(layer: LayerTimes) -> bool:
-    """The simulated device's clock is the host's."""
+    """Times of a layer are in order; the simulated device's clock is the host's."""
     device_side = 0 < layer.published <= layer.wait_begin <= layer.wait_end
     return device_side and layer.published <= layer.seen <= layer.planned <= layer.answered <= layer.wait_end
 
@@ -48,7 +48,7 @@ def test_both_sides_note_every_layer_in_order(spec: str) -> None:
             simulated.decode([1, 2])
         assert timeline.stats()["device_layers"] == 4 * simulated.world.layers  # the last step's last layer is open
         simulated.server.settled()
-        simulated.server.settled()  # what is known is not told twice
+        simulated.server.settled()  # known steps are not reported twice
         assert timeline.stats()["device_layers"] == 5 * simulated.world.layers
         steps = timeline.kept
         assert [len(step) for step in steps] == [simulated.world.layers] * 3
@@ -76,7 +76,7 @@ def test_a_device_waits_as_long_as_the_host_holds_its_answer() -> None:
         launched = simulated.launch([1], [held])
         simulated.server.finish()
         library.stream_synchronize(simulated.stream)
-        del launched  # which the stream read
+        del launched  # the stream has read it
         simulated.server.settled()
         (step,) = simulated.server.timeline.kept
         for layer in step:
@@ -158,7 +158,7 @@ def test_the_offset_is_as_good_as_it_says(true: int, took: list[tuple[int, int, 
 
 @given(st.data())
 def test_only_whole_steps_count(data: st.DataObject) -> None:
-    """Layers of some steps are missing; rows come in pieces."""
+    """Layers of some steps are missing; rows arrive in pieces."""
     layers = data.draw(st.integers(1, 4))
     timeline, rows, want = Timeline(layers), [], []
     timeline.keep(100)

@@ -1,4 +1,4 @@
-"""What an engine's accounts say, against what its statistics say; and the counters that are made of them."""
+"""An engine's accounts against its statistics, and the counters made from them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_reads_add_up_to_the_statistics(spec: str, share_prefixes: bool) -> None
     assert len(found.read_bytes) == world.layers and len(found.read_bytes[0]) == world.heads
     assert sum(map(sum, found.read_bytes)) == stats["tile_bytes"] + stats["shared_tile_bytes"]
     token = 2 * world.dim * world.dtype.itemsize
-    # The statistics count tokens of query heads.
+    # The statistics count tokens per query head.
     assert sum(found.middle_bytes) == stats["middle_tokens"] // world.group * token
     assert sum(found.blocks.values()) == 10 * world.layers * world.heads
     if spec == "full":
@@ -96,7 +96,7 @@ def test_a_failed_step_counts_nothing() -> None:
         world.decode([1])
     after = accounts.totals()
     assert before.steps == 1
-    # Only now is it known that the first step had a successor.
+    # Only now does the first step have a successor.
     assert replace(after, timed_steps=before.timed_steps, seconds=before.seconds) == before
     world.pages[1][10] = good
     world.decode([1])
@@ -107,7 +107,7 @@ def test_a_failed_step_counts_nothing() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Time that passes only when told, in seconds."""
+    """A clock that advances only on request, in seconds."""
     now = [0]
     monkeypatch.setattr("fluxion_sglang.executor.accounts.time.perf_counter_ns", lambda: now[0] * 10**9)
 
@@ -138,10 +138,10 @@ def test_time_of_steps_that_follow_one_another(clock: Callable[[int], None]) -> 
     step(1, 500)
     assert accounts.totals().timed_steps == 0
     clock(7)
-    step(1, 501)  # the first step is whole now
+    step(1, 501)  # the first step is complete now
     assert accounts.totals().timed_steps == 1 and seconds() == [10, 100, 1001, 10000, 100000, 7]
     clock(1000000)
-    step(1, 600)  # another request in the row: time passed that no step took
+    step(1, 600)  # another request in the row: this time belongs to no step
     assert accounts.totals().timed_steps == 1
     accounts.interrupted()
     clock(1000000)
@@ -171,7 +171,7 @@ def test_prefill_interrupts() -> None:
 
 @pytest.mark.parametrize("spec", ["fixed:16:0.1", "anchor"])
 def test_residents_of_a_device(spec: str) -> None:
-    """Its steps count as those of the CPU do."""
+    """Its steps count like those of the CPU."""
     mine, yours = (counted(policy=spec) for _ in range(2))
     for world, _ in (mine, yours):
         world.extend(1, 1200)
@@ -284,14 +284,14 @@ def test_every_counter_is_described(registry: prometheus_client.CollectorRegistr
 
 
 def test_histograms_of_what_requests_read(registry: prometheus_client.CollectorRegistry) -> None:
-    """Each under the name of its policy; none but a client's first word becomes a label."""
+    """Each under the name of its policy; only the first word of a client's spec becomes a label."""
     world = World()
     histograms = ReadHistograms(world.engine.native, world.pool.shape, sampled=2)
     world.engine.observers.append(histograms)
     for row, length in ((1, 1200), (2, 900), (3, 100)):
         world.extend(row, length)
     specs = ("full", "fixed:16:0.1", "full")
-    for _ in range(4):  # two of them are looked at
+    for _ in range(4):  # two of them are sampled
         world.decode([1, 2, 3], [parse_spec(spec) for spec in specs])
 
     def value(name: str, policy: str) -> float | None:
@@ -309,7 +309,7 @@ def test_histograms_of_what_requests_read(registry: prometheus_client.CollectorR
 
 
 def test_layers_with_a_window_read_no_middle(registry: prometheus_client.CollectorRegistry) -> None:
-    """`full` reads all of it in the others, wherever in the model they are."""
+    """`full` reads the whole middle in the other layers, wherever these are in the model."""
     windowed = Variant(window=100)
     world = World(layers=3, variants=(windowed, PLAIN, windowed))
     world.engine.observers.append(ReadHistograms(world.engine.native, world.pool.shape, sampled=1))

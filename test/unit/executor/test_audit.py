@@ -1,4 +1,4 @@
-"""What an audited engine writes, against what was read and what exact attention is; and the file itself."""
+"""Audit files of an engine, against actual reads and exact attention; and the file format."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_a_full_file_makes_room_for_a_new_one(tmp_path: Path) -> None:
     for count in range(2, 12):
         log.append(array)
         found, offset = read(path, offset)
-        assert found, "whoever follows the file misses nothing of what is in it"
+        assert found, "a reader that follows the file misses no line"
         assert path.stat().st_size == size * ((count - 1) % 3 + 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.npy", "a.npy.1"]
     assert len(read(tmp_path / "a.npy.1")[0]) == 3

@@ -1,4 +1,4 @@
-"""The canary finds whatever the host pool holds that nobody wrote, and ends who read it and nobody else."""
+"""The canary finds all corruption of the host pool, and ends the requests that read it and no others."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ def watched(**options: Any) -> NativeWorld:
 
 
 def flip(tensor: torch.Tensor, byte: int, bit: int) -> None:
-    """Of a view of the pool that is contiguous."""
+    """Flip a bit of a contiguous view of the pool."""
     tensor.view(torch.uint8).flatten()[byte] ^= 1 << bit
 
 
 def decode(
     world: NativeWorld, requests: list[Request], blk: int = 16, budget: float = 1.0, resident_first: bool = False
 ) -> dict[int, str]:
-    """A step whose output is checked for all whom the canary has not ended; those, with its sentences."""
+    """Execute a step, check the output of all requests that the canary does not end, and return the ended ones with
+    messages."""
     plan = world.plan(requests, blk, budget)
     plan.owner = torch.zeros_like(plan.blk)
     world.begin_step(requests)
@@ -56,7 +57,7 @@ def decode(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_byte_of_a_tile_is_watched(dtype: torch.dtype) -> None:
-    """Every byte of a tile in turn, a bit of it: found by a decode step, and by a sweep; put right, by none."""
+    """Each byte of a tile in turn, one bit of it: a decode step and a sweep find it; once restored, neither does."""
     world = watched(dtype=dtype, heads=1)
     request = world.add(300)
     page = request.pages[7]
@@ -65,7 +66,7 @@ def test_every_byte_of_a_tile_is_watched(dtype: torch.dtype) -> None:
         flip(tile, byte, byte % 8)
         _, found = world.pool.sweep()
         assert len(found) == 1 and f"page {page}, token {byte // dtype.itemsize // world.dim % PAGE})" in found[0]
-        if byte % 16 == 0:  # a step takes a token's place
+        if byte % 16 == 0:  # a step takes one token of room
             corrupt = decode(world, [request])
             assert corrupt.keys() == {0} and f"layer 0, KV head 0, page {page}" in corrupt[0]
             assert corrupt[0].endswith(".") and "flush_cache" in corrupt[0]
@@ -93,7 +94,7 @@ def test_every_byte_of_metadata_is_watched(level: int, dtype: torch.dtype) -> No
 
 
 def test_every_byte_of_a_sketch_is_watched() -> None:
-    """Of the middle, whose sketches a step reads; each ends who reads it alone."""
+    """Bytes of the middle, whose sketches a step reads; each ends only the request that reads it."""
     rig = Rig(parse_spec("sketch"), canary=1.0)
     requests = [Own(seed) for seed in range(2)]
     for request in requests:
@@ -115,7 +116,8 @@ def test_every_byte_of_a_sketch_is_watched() -> None:
 
 @pytest.mark.parametrize("bytes_", [64, 96, 128, 160, 512, 1024], ids=str)
 def test_every_cpu_makes_the_same_sums(bytes_: int) -> None:
-    """This one takes the best it can; the plain ones are what the others get. Sizes with a rest and without."""
+    """This CPU uses its best instruction set; plain code gives the sums of other CPUs. Sizes with and without a
+    remainder."""
     library()  # its objects are of the same types
     tested = tvm_ffi.load_module(Path(os.environ["FLUXION_DEVICE_LIBRARIES"]) / "libfluxion_faults.so")
     assert tested.get_function("sums_that_differ")(bytes_, 2000) == 0
@@ -127,7 +129,7 @@ PLACE = re.compile(
     r"(?:token (\d+)|metadata of its block of (\d+) tokens|sketch of its keys)\)"
 )
 Place = tuple[int, int, int, int]
-"""Layer, head, page, and the token of the page, or minus the block size of the entry that begins there, or SKETCH."""
+"""Layer, head, page, and: the token of the page, or minus the block size of the entry that starts there, or SKETCH."""
 SKETCH = -1
 
 
@@ -141,8 +143,8 @@ def places(sentences: list[str]) -> set[Place]:
 def test_whatever_is_corrupted_is_found_and_nothing_else(
     data: st.DataObject, dim: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """Bytes of tokens, entries and sketches anywhere, one or many: a sweep names each place, once, and who reads a
-    token ends."""
+    """Corrupt one or many bytes of tokens, entries and sketches: a sweep reports each place once, and requests that
+    read a corrupt token are ended."""
     world = watched(dim=dim, dtype=dtype, seed=seed, layers=2, sketched=True)
     requests = [world.add(n) for n in (340, 410, 501)]
     random = torch.Generator().manual_seed(seed)
@@ -167,7 +169,7 @@ def test_whatever_is_corrupted_is_found_and_nothing_else(
             page, place = request.pages[draw(full)], -PAGE if subject == "entry" else SKETCH
             what = world.pool.tensor("meta0" if subject == "entry" else "sketches", layer)[head, page].flatten()
         if (layer, head, page, place) in spoilt:
-            continue  # a second time could put it right
+            continue  # a second flip could restore it
         spoilt.add((layer, head, page, place))
         size = what.numel() * what.itemsize
         for byte in {draw(size) for _ in range(data.draw(st.sampled_from([1, 2, 9])))}:
@@ -179,7 +181,7 @@ def test_whatever_is_corrupted_is_found_and_nothing_else(
 
 
 def test_what_belongs_elsewhere_is_not_taken_for_it() -> None:
-    """Whole tiles, entries and tokens that were written, and are in the wrong place."""
+    """Valid tiles, entries and tokens in a wrong place are corruption."""
     world = watched(heads=2, sketched=True)
     request = world.add(400)
     tiles, meta = world.pool.tensor("tiles", 0), world.pool.tensor("meta0", 0)
@@ -209,7 +211,7 @@ def test_what_belongs_elsewhere_is_not_taken_for_it() -> None:
 @pytest.mark.parametrize("budget", [1.0, 0.2])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_prompt_that_reads_it_fails(workers: int, budget: float) -> None:
-    """Of a page that is still being filled, too, but not of what nobody has written there."""
+    """Also in a page that is still being filled, but not in its unwritten tokens."""
     world = watched(workers=workers)
     request = world.add(700 + 5)
     pages = torch.tensor(request.pages, dtype=torch.int32)
@@ -267,7 +269,8 @@ def test_a_layer_with_a_window_ends_who_reads_it() -> None:
 
 @pytest.mark.parametrize("name", ["tiles", "meta0"])
 def test_what_a_block_is_made_of_is_read(name: str) -> None:
-    """The page that fills up, and pages of a block that ends with it: its metadata would be a right sum of wrong KV."""
+    """Corruption in the page that fills up, and in other pages of a block that ends with it: the metadata would be a
+    valid sum of wrong KV."""
     world = watched()
     requests = [world.add(n) for n in (287, 287, 405)]  # the next token ends a block of 32
     for b, other in ((0, 1), (1, 0)):
@@ -277,7 +280,7 @@ def test_what_a_block_is_made_of_is_read(name: str) -> None:
         corrupt = decode(world, requests)
         assert corrupt.keys() == {b} and f"KV head 1, page {page}" in corrupt[b]
         flip(place, 77, 1)
-        assert world.pool.sweep()[1] == [], "what nobody has changed is not called corrupt"
+        assert world.pool.sweep()[1] == [], "unchanged memory is not reported as corrupt"
         for request in requests:  # the token is written again
             request.keys[0], request.values[0] = request.keys[0][:-1], request.values[0][:-1]
         assert int(world.pool.tensor("tag1", 0)[requests[other].pages[17] >> 1]) >= 0
@@ -287,8 +290,8 @@ def test_what_a_block_is_made_of_is_read(name: str) -> None:
 @pytest.mark.parametrize("head", [0, 1])
 @pytest.mark.parametrize("name", ["tiles", "meta0"])
 def test_a_prompt_whose_blocks_are_made_of_it_fails(name: str, head: int) -> None:
-    """All of the chunk is written all the same, other heads by the same worker included: no tag is left behind that
-    points at another request's entry."""
+    """The chunk is written completely, other heads by the same worker included: no tag may point at another request's
+    entry."""
     world = watched(workers=1)
     request = world.add(280)
     pages = torch.tensor([*request.pages, *(world.free.pop() for _ in range(6))], dtype=torch.int32)
@@ -309,7 +312,8 @@ def test_a_prompt_whose_blocks_are_made_of_it_fails(name: str, head: int) -> Non
 
 @pytest.mark.parametrize("resident_first", [False, True])
 def test_who_makes_a_block_of_it_ends_alone(resident_first: bool) -> None:
-    """Whether or not a policy looks first. Those who are read together with it have not read what it has added."""
+    """With and without a policy that looks first. Requests that are read together with it have not read its new
+    tokens."""
     world = watched(share_prefixes=True)
     parent = world.add(607)
     requests = [parent, world.add(607, parent, 592), world.add(640, parent, 592)]
@@ -329,7 +333,7 @@ def test_all_who_are_read_together_end() -> None:
 
 @pytest.mark.parametrize("spec", ["anchor", "fixed:16:0.2"])
 def test_who_looks_before_it_plans_ends_alone_too(spec: str) -> None:
-    """Anchors and measurements read all metadata, whatever the tasks of the step read of it."""
+    """Anchors and measurements read all metadata, whatever the tasks of the step read."""
     rig = Rig(parse_spec(spec), canary=1.0)
     requests = [Own(seed) for seed in range(2)]
     for request in requests:
@@ -363,7 +367,7 @@ def test_a_chunk_that_reads_it_ends_its_request_alone() -> None:
 @settings(max_examples=examples(15))
 @given(data=st.data(), seed=st.integers(0, 2**16), dtype=st.sampled_from(DTYPES))
 def test_nothing_is_found_where_nothing_is_wrong(data: st.DataObject, seed: int, dtype: torch.dtype) -> None:
-    """Requests come, share, decode, go, and give their pages to others: no false alarm, by reads or by sweeps."""
+    """Requests come, share prefixes, decode, go, and pass on their pages: no false alarm from reads or sweeps."""
     world = watched(seed=seed, dtype=dtype, share_prefixes=True, pages=120, sketched=True)
     requests: list[Request] = []
     for _ in range(data.draw(st.integers(4, 14))):

@@ -58,13 +58,13 @@ def test_every_placement(sinks: int, window: int) -> None:
 
 
 def test_hundreds_of_decoded_tokens() -> None:
-    """Windows wrap many times, pages fill, the middle grows from nothing; requests come and go."""
+    """Windows wrap many times, pages fill, the middle grows from zero; requests come and go."""
     world = NativeWorld(layers=2, pages=200)
     requests = [world.add(0), world.add(100)]
     for step in range(300):
         if step == 60:
             requests.insert(0, world.add(77))
-        if step == 200:  # its pages and row go to the next request, in any order
+        if step == 200:  # the next request gets its pages and row, in any order
             gone = requests.pop(1)
             world.free = gone.pages[::2] + gone.pages[1::2] + world.free
             world.free_rows.append(gone.row)
@@ -79,9 +79,9 @@ def test_hundreds_of_decoded_tokens() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", [(30, 47, 100), (30, 62, 94)], ids=str)
 def test_decoded_tokens_leave_the_host_as_appended_ones(dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
-    """Tiles, metadata, tags and moments, colliding entries included: bit for bit those of a prefill.
+    """Tiles, metadata, tags and moments, colliding entries included, equal those of a prefill bit for bit.
 
-    The second case's requests fill pages in the same steps, so that blocks collide in one.
+    In the second case, requests fill pages in the same steps, so that blocks collide within one.
     """
     world, twin = (NativeWorld(seed=9, dtype=dtype, pages=90, heads=3) for _ in range(2))
     together = lengths == (30, 62, 94)
@@ -120,16 +120,16 @@ def check_window(world: NativeWorld, request: Request) -> None:
 
 
 def blocks_bought(budget: float, middle: int, blk: int, blocks: int) -> int:
-    """1 is everything, also where the middle's ends cut blocks, so that there are more than tokens / blk."""
+    """A budget of 1 means all blocks, also where cut blocks make more of them than tokens / blk."""
     return blocks if budget >= 1 else min(blocks, max(1, math.ceil(round(budget * middle / blk, 4))))
 
 
 def check_selection(
     world: NativeWorld, request: Request, plan: Plan, b: int, h: int, q: torch.Tensor, chosen: list[set[int]]
 ) -> None:
-    """The chosen blocks of every head are its best by Quest's bound, and as many as its budget says.
+    """The chosen blocks of every head are its best by Quest's bound, in the number of its budget.
 
-    A block of one token has its score for a bound, and no head but its own reads it.
+    The bound of a block with one token is its score; only the head itself reads it.
     """
     middle = world.middle(request)
     blk = int(plan.blk[b, h])
@@ -140,7 +140,7 @@ def check_selection(
     union = world.attend_union and blk > 1
     own: list[set[int]] = []
     for g, budget in enumerate(budgets):
-        if not budget > 0:  # NaN chooses nothing
+        if not budget > 0:  # NaN selects nothing
             assert union or chosen[g] == set()
             continue
         query = q[h * world.group + g]
@@ -152,7 +152,7 @@ def check_selection(
         count = blocks_bought(budget, len(middle), blk, len(blocks))
         best = sorted(bounds.values(), reverse=True)
         slack = 1e-4 * max(1.0, *map(abs, best))
-        if world.int8:  # bounds of 8 bits are rounded to bfloat16, away from the keys
+        if world.int8:  # bounds of 8-bit keys are rounded to bfloat16, away from the keys
             slack += 2.0**-7 * float(query.double().abs() @ request.keys[0][middle, h].double().abs().amax(0))
         must = {i for i, bound in bounds.items() if bound > best[count - 1] + slack}
         may = {i for i, bound in bounds.items() if bound >= best[count - 1] - slack}
@@ -165,7 +165,7 @@ def check_selection(
         own.append({position for i in must for position in blocks[i]})
     if union:
         assert all(read == chosen[0] for read in chosen)
-        # At least what everybody needs, at most what everybody may have asked for.
+        # At least the blocks that every head needs, at most those that all heads may have selected.
         assert set().union(*own) <= chosen[0]
         total = sum(blocks_bought(f, len(middle), blk, len(blocks)) for f in budgets if f > 0)
         assert len({position // blk for position in chosen[0]}) <= total
@@ -219,7 +219,7 @@ def test_any_plan_reads_what_it_says(isa: str, data: st.DataObject, union: bool,
         assert grown["tokens_read"] == sum(len(p) for positions in chosen.values() for p in positions)
         reads = torch.full((len(requests), world.heads, 2), -1, dtype=torch.int64)
         world.engine.reads(reads)
-        # A row of K and one of V of every token that some head of the group attends to.
+        # A row of K and of V for every token that some head of the group attends to.
         row = pair_bytes(world.dim, dtype)
         rows = {group: len(set().union(*positions)) for group, positions in chosen.items()}
         for (b, h), bytes_ in {
@@ -237,9 +237,9 @@ def test_any_plan_reads_what_it_says(isa: str, data: st.DataObject, union: bool,
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("isa", ISAS)
 def test_single_tokens_are_the_best_and_of_equals_the_earlier(isa: str, dtype: torch.dtype) -> None:
-    """Scores that are small integers are exact everywhere and tie all the time: the choice is determined."""
+    """Small integer scores are exact and often equal, so the selection is determined."""
     world = NativeWorld(isa=isa, dtype=dtype, group=4, seed=3)
-    most = 1 if world.int8 else 2  # of a row with a larger one, 8 bits would not keep the 1
+    most = 1 if world.int8 else 2  # 8 bits would round a 1 to 0 beside a larger value
     world.randn = lambda *size: torch.randint(-most, most + 1, size, generator=world.random).to(world.dtype)  # type: ignore[method-assign]
     requests = [world.add(n) for n in (95, 96, 112, 701)]
     for budget in (1e-9, 0.01, 1 / 3, 0.5, 0.999999, 1.0):
@@ -259,7 +259,7 @@ def test_single_tokens_are_the_best_and_of_equals_the_earlier(isa: str, dtype: t
 
 
 def test_all_single_tokens_are_everything() -> None:
-    """Budget 1 in single tokens gives the bits of budget 1 in blocks, and reads the same bytes."""
+    """Budget 1 in single tokens gives the same bits as budget 1 in blocks, and reads the same bytes."""
     outs, reads = [], []
     for blk in (1, 16):
         world = NativeWorld(seed=4)
@@ -276,7 +276,7 @@ def test_all_single_tokens_are_everything() -> None:
 @pytest.mark.parametrize("union", [False, True])
 @pytest.mark.parametrize("blk", [32, 64, 128])
 def test_collisions_change_nothing(blk: int, union: bool) -> None:
-    """Every coarse entry destroyed: the blocks are scored from their pages, with the same result."""
+    """With every coarse entry destroyed, blocks are scored from their pages, with the same result."""
     outs, selected = [], []
     for collide in (False, True):
         world = NativeWorld(seed=5, attend_union=union, pages=512)
@@ -299,7 +299,7 @@ def test_collisions_change_nothing(blk: int, union: bool) -> None:
 
 
 def test_a_layer_without_residents_is_refused() -> None:
-    """Without windows, and not looked at before: nothing is written, and the next layer is as ever."""
+    """Without windows and without a previous look: nothing is written, and the next layer works."""
     world = NativeWorld()
     requests = [world.add(n) for n in (400, 20)]
     world.begin_step(requests)
@@ -316,7 +316,7 @@ def test_a_layer_without_residents_is_refused() -> None:
 
 
 def test_tokens_that_are_written_already() -> None:
-    """k, v absent: the window and the host hold the token; nothing is appended."""
+    """Without k and v: the window and the host already hold the token, and nothing is appended."""
     world = NativeWorld()
     request = world.add(301)
     rows = torch.tensor([request.row], dtype=torch.int32)

@@ -1,4 +1,5 @@
-"""The native engine when something is wrong: pages, rows, arguments, memory; and layers that nobody finishes."""
+"""Failures of the native engine: wrong pages, rows and arguments, exhausted memory, and layers that are never
+finished."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_bad_lengths_rows_and_blocks() -> None:
 
 
 def test_arguments_that_do_not_fit_are_refused_and_open_no_layer() -> None:
-    """Single arguments that cannot be are test_arguments.py's; these do not go together."""
+    """These arguments do not fit together; test_arguments.py tests single illegal arguments."""
     world = NativeWorld()
     requests = [world.add(100), world.add(90)]
     world.begin_step(requests)
@@ -87,7 +88,7 @@ def test_arguments_that_do_not_fit_are_refused_and_open_no_layer() -> None:
 
 
 def test_an_abandoned_layer_does_no_harm() -> None:
-    """A caller that failed between begin and finish ends those requests, and serves others."""
+    """A caller that fails between begin and finish ends those requests, and serves others."""
     world = NativeWorld()
     requests = [world.add(n) for n in (700, 300)]
     others = [world.add(n) for n in (600, 400)]
@@ -103,7 +104,7 @@ def test_an_abandoned_layer_does_no_harm() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_abandoned_layer_writes_nothing_afterwards(workers: int) -> None:
-    """Its page and row may be another request's by then: whatever is written to them must stay."""
+    """Its page and row may belong to another request by then, whose data must survive."""
     world = NativeWorld(workers=workers)
     requests = [world.add(n) for n in (703, 351)]
     world.begin_step(requests)
@@ -191,7 +192,7 @@ print("ok")
 
 @pytest.mark.full
 def test_memory_that_runs_out_fails_a_layer_and_leaves_the_engine_whole() -> None:
-    """Sizes that were raised before there was room for them would have the next layer write past its arrays."""
-    # A fixed threshold: large blocks come from the system and go back to it, so that the limit is felt.
+    """If sizes were raised before the allocation, the next layer would write past its arrays."""
+    # With a fixed threshold, large blocks come from the system and return to it, so that the limit takes effect.
     done = python("-c", MEMORY_RUNS_OUT, env={"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"})
     assert done.stdout.strip() == "ok", done.stderr

@@ -54,7 +54,7 @@ def test_native_and_torch_select_and_attend_alike(
 
 @pytest.mark.parametrize("eps", [0.000001, 0.05, 0.3])
 def test_native_and_torch_read_by_sketches_alike(eps: float) -> None:
-    """The engine looks for its bound in a few steps, and passes over pages that it has skimmed."""
+    """The engine searches its bound in a few steps, and skips pages that it has skimmed."""
     outs, stats = on_both((1500, 345, 800), 3, policy=f"sketch:{eps}")
     assert stats[0]["tokens_read"] == pytest.approx(stats[1]["tokens_read"], rel=0.1) and stats[1]["tokens_read"] > 0
     assert all(error(native, torch_.double()) < max(1e-5, eps) for native, torch_ in zip(*outs, strict=True))
@@ -80,7 +80,7 @@ def test_native_and_torch_stop_alike(spec: str, union: bool, seed: int) -> None:
 def test_native_and_torch_find_the_same_best_tokens(
     budget: float, union: bool, lengths: list[int], group: int, dim: int, seed: int, dtype: torch.dtype
 ) -> None:
-    """On integers, where the oracle's choice is determined, ties included: same reads, same outputs."""
+    """On integers the oracle's selection is determined, ties included: same reads, same outputs."""
     drawn = {"seed": seed, "whole": True, "dtype": dtype, "group": group, "dim": dim}
     outs, stats = on_both(lengths, 2, policy=f"oracle:{budget}", attend_union=union, **drawn)
     same_reads(stats)
@@ -104,7 +104,7 @@ def test_every_scheduler_gives_the_same_attention(executors: str, scheduler: Sch
         elif scheduler is None:
             assert cpu == 0, "the one worker begins when the torch executor is done"
         else:
-            # The two tasks of about 1,728 tokens are the nearest to half of about 6,560.
+            # The two tasks of about 1,728 tokens come nearest to half of about 6,560.
             assert cpu == (5 if scheduler is evenly else 2)
 
 
@@ -222,7 +222,7 @@ def test_stale_rows_are_named_and_heal() -> None:
 
 
 def test_a_pass_of_prompts_with_a_budget() -> None:
-    """Each request of the pass by itself; the pool has it, and the device says so, in the order of the batch."""
+    """The requests of the pass are independent; the pool holds them, and the device reports them in batch order."""
     world = World(layers=1, rows=4, seed=3)
     device = HostDevice(world.pool, world.windows, world.engine, prefill_budget=0.2)
     counts, offset, requests = (1500, 0, 1200), 0, []
@@ -249,7 +249,7 @@ def test_a_pass_of_prompts_with_a_budget() -> None:
 
 @pytest.mark.parametrize("policy", ["full", "fixed:16:0.2", "sketch:0.1"])
 def test_a_decode_step_that_rides_along(policy: str) -> None:
-    """A pass of a prompt with a decode step in it gives what the two give one after the other."""
+    """A prompt pass with a decode step inside equals the two in sequence."""
     outs = []
     for mixed in (False, True):
         world = World(policy=policy, seed=5)

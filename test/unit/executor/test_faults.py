@@ -1,4 +1,4 @@
-"""Workers that throw and memory that is not there: the pass fails with one sentence, and the next one is whole."""
+"""Workers that throw and allocations that fail: the pass fails with one message, and the next one is right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fluxion_sglang.native import NativeEngine, NativeLayers, NativePlan, librar
 
 LIBRARIES = Path(os.environ["FLUXION_DEVICE_LIBRARIES"])
 FAILING = 2
-"""Block size of groups that the failing kind takes (`test/native/faults.cc`)."""
+"""Block size of the groups that the failing kind takes (`test/native/faults.cc`)."""
 
 
 @cache
@@ -34,7 +34,7 @@ def test_whoever_waits_gets_what_a_worker_threw(threads: int) -> None:
 
 
 def failing_layer(world: NativeWorld, requests: list[Any], what: str, chunks: int) -> str:
-    """Runs a layer of which one group fails; what the failure says."""
+    """Run a layer in which one group fails; return the failure's message."""
     plan = world.plan(requests)
     plan.blk[0, 1] = FAILING
     kind = faults().get_function("failing_kind")(what, chunks)
@@ -48,14 +48,14 @@ def failing_layer(world: NativeWorld, requests: list[Any], what: str, chunks: in
         world.engine.layer_finish()
     with pytest.raises(RuntimeError, match="no result"):
         world.engine.result(torch.empty(batch, world.q_heads, world.dim))
-    take(requests, 0, k, v)  # the token is there: the step is done again
+    take(requests, 0, k, v)  # the token is written, so the step is repeated
     return str(error.value)
 
 
 @pytest.mark.parametrize("chunks", [0, 2, 7])
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_a_task_that_throws_fails_its_layer_and_no_other(workers: int, chunks: int) -> None:
-    """In the task itself, and in chunks of it that helpers take."""
+    """In the task itself, and in chunks that helpers take."""
     world = NativeWorld(workers=workers)
     requests = [world.add(n) for n in (300, 401)]
     sentences = {
@@ -102,14 +102,14 @@ for name, (attempt, check) in passes(int(sys.argv[1])).items():
 
 
 def passes(workers: int) -> dict[str, Any]:
-    """Of each kind of pass: what does it anew each time, and what checks that the last one did it right."""
+    """For each kind of pass, a function that repeats it, and one that checks the last result."""
     world = NativeWorld(workers=workers, share_prefixes=True)
     parent = world.add(330)
     requests = [parent, world.add(400, parent, 320), world.add(500, parent, 320)]
     result: dict[str, Any] = {}
 
     def decode(blk: int, budget: float) -> None:
-        # A new engine, so that there is room to be made.
+        # A new engine, which must allocate.
         world.engine = NativeEngine(
             world.pool.workers, world.pool, q_heads=world.q_heads, sinks=world.placement.sinks,
             window=world.placement.window, max_requests=1, max_pages=1, attend_union=True,
@@ -170,8 +170,8 @@ def passes(workers: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_every_allocation_that_can_fail(workers: int) -> None:
-    """One pass after another of which the first, the second, ... allocation fails: none ends the process, and the pass
-    after it is right."""
+    """In successive passes, the first, the second, ... allocation fails: the process survives, and the pass after each
+    is right."""
     hostile = LIBRARIES / "libfluxion_hostile.so"
     environment = {"LD_PRELOAD": str(hostile), "OMP_NUM_THREADS": "1"}
     done = python("-c", NO_MEMORY, str(workers), str(hostile), env=environment)

@@ -1,7 +1,7 @@
-"""What a request leaves behind in the host pool, no other request reads.
+"""No request reads data that another request left in the host pool.
 
-Freed pages are poisoned with NaN: tiles, their metadata and moments, and the coarse entries that end in them. A read of
-a token that its owner has not written would show in an output, because NaN goes through every sum that it is part of.
+Freed pages are poisoned with NaN: tiles, their metadata and moments, and the coarse entries that end in them. If a
+request read a token that it has not written, its output would show it, because NaN propagates through sums.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def poison(world: NativeWorld, pages: list[int]) -> None:
 
 
 def free(world: NativeWorld, request: Request, shared: set[int]) -> None:
-    """Its row, and the pages that nobody else has."""
+    """Free its row, and its pages that no other request has."""
     gone = [page for page in request.pages if page not in shared]
     poison(world, gone)
     for windows in world.windows:
@@ -103,7 +103,7 @@ def test_nobody_reads_what_its_owner_has_not_written(
 
 
 def test_poison_that_is_read_shows() -> None:
-    """The test above can fail: one token that its owner has not written is enough."""
+    """The test above can fail: a single token that its owner has not written is enough."""
     for name, index in (("tiles", 1), ("tiles", 0)):
         world = NativeWorld()
         request = world.add(300)

@@ -1,4 +1,4 @@
-"""Tasks in chunks: idle workers help, and nothing depends on who did what, or when."""
+"""Tasks in chunks: idle workers help, and results do not depend on the distribution of work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Request
 
-PAGE_BYTES = 2 * 16 * 32 * 4  # of a tile of NativeWorld's
+PAGE_BYTES = 2 * 16 * 32 * 4  # of a tile in NativeWorld
 TORCH = 1
 
 
@@ -27,7 +27,7 @@ def make(
 @pytest.mark.parametrize("blk", [1, 16, 128])
 @pytest.mark.parametrize("chunk_bytes", [1, 3 * PAGE_BYTES, 40 * PAGE_BYTES])
 def test_chunks_add_up_to_the_whole(chunk_bytes: int, blk: int) -> None:
-    """Against float64, from more chunks than there may be (1 byte each) to tasks of a single one."""
+    """Against float64, from more chunks than allowed (1 byte each) to tasks with a single one."""
     world, requests = make(2, chunk_bytes)
     for _ in range(17):  # the middle grows by a page
         world.begin_step(requests)
@@ -64,7 +64,7 @@ def test_the_number_of_workers_changes_no_bit(
 
 @pytest.mark.parametrize("blk", [1, 16])
 def test_where_a_task_is_cut_decides_nothing_but_rounding(blk: int) -> None:
-    """The same blocks are chosen, from the same scores, however the scan is cut."""
+    """The same blocks are selected from the same scores, however the scan is divided."""
     chosen, outs = [], []
     for chunk_bytes in (None, 1, 7 * PAGE_BYTES):
         world, requests = make(2, chunk_bytes, seed=3)
@@ -89,7 +89,7 @@ def test_an_idle_worker_helps_with_the_only_task() -> None:
             break
     stats = world.engine.stats()
     assert sum(world.engine.helped_chunks()) > 20
-    assert stats["tasks_cpu"] == stats["tasks"] == stats["layers"], "a task is done once, whoever helps"
+    assert stats["tasks_cpu"] == stats["tasks"] == stats["layers"], "each task is done once, with helpers or without"
     assert all(ns > 0 for ns in world.engine.worker_ns())
 
 
@@ -104,7 +104,7 @@ def test_a_worker_alone_gets_no_help() -> None:
 
 
 class Puller(threading.Thread):
-    """A foreign executor that comes, goes and drops what it has at any moment."""
+    """A foreign executor that comes, goes and drops its tasks at any moment."""
 
     def __init__(self, world: NativeWorld, executor: int, seed: int) -> None:
         super().__init__()
@@ -129,15 +129,15 @@ class Puller(threading.Thread):
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("foreign", [False, True])
 def test_any_schedule(workers: int, foreign: bool) -> None:
-    """Many tiny chunks, layers abandoned at any moment, executors that come late: what is finished is right, what is
-    abandoned writes nothing any more."""
+    """Many tiny chunks, layers abandoned at any moment, executors that arrive late: finished layers are right, and
+    abandoned ones write nothing."""
     world, requests = make(workers, 1, seed=workers, heads=3, lengths=(1700, 300, 1, 700))
     chance = random.Random(workers)
     pullers = [Puller(world, TORCH, seed) for seed in ((1, 2) if foreign else ())]
     finished = 0
     try:
         for _ in range(120):
-            for request in requests:  # the same step again and again: an abandoned one may have appended
+            for request in requests:  # repeat the same step: an abandoned one may have appended
                 request.keys[0], request.values[0] = request.keys[0][:-1], request.values[0][:-1]
             world.begin_step(requests)
             blk = chance.choice([1, 16, 64])

@@ -29,9 +29,8 @@ TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 
 @dataclass
 class GridWorld(NativeWorld):
-    """Numbers on a grid of quarters: every score and every bound is exact in float32, so an order is either right or
-    wrong, and some scores are equal.
-    """
+    """Multiples of a quarter: every score and bound is exact in float32, so an order is either right or wrong, and some
+    scores are equal."""
 
     def randn(self, *size: int) -> torch.Tensor:
         return (torch.randn(*size, generator=self.random) * 4).round().div(4).to(self.dtype)
@@ -45,7 +44,7 @@ class GridWorld(NativeWorld):
 
     @property
     def sharp(self) -> float:
-        """A scale that leaves a few tokens most of the attention."""
+        """A scale that gives a few tokens most of the attention."""
         return 2 * self.dim**-0.5
 
 
@@ -58,7 +57,7 @@ def shape(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def piece(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and LSE over [n, D]; nothing: 0 and -inf."""
+    """o and LSE over [n, D]; without tokens 0 and -inf."""
     scores = (k @ q) * scale
     if not len(k):
         return torch.zeros_like(q), torch.tensor(-math.inf)
@@ -68,7 +67,7 @@ def piece(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tu
 def statistics(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, placement: Placement
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """anchor without its budgets (NaN there), mean_k, parts and result of one query, float64.
+    """For one query in float64: anchor (its budgets are NaN), mean_k, parts and result.
 
     q: [Hq, D]. k, v: [n, H, D].
     """
@@ -116,7 +115,7 @@ def statistics(
 
 
 def check(world: GridWorld, request: Request, lengths: list[int], q: torch.Tensor, got: Measurement) -> None:
-    """Everything of a measurement under CRITERIA."""
+    """Check all parts of a measurement under CRITERIA."""
     bgt = [ANCHOR.index(i) for i in range(*BUDGETS.indices(COUNT))]
     scale = world.sharp
     others = [i for i in range(len(ANCHOR)) if i not in bgt]
@@ -135,7 +134,7 @@ def check_budgets(
     world: NativeWorld, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, budgets: torch.Tensor,
     norms: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Each is the first prefix that meets its criterion: it does, and none before it does, but for NEAR."""
+    """Each budget is the first prefix that meets its criterion, up to NEAR."""
     middle = world.placement.middle(len(k))
     for head in range(len(q)):
         for size, blk in enumerate(BLOCK_SIZES):
@@ -153,7 +152,7 @@ def check_budgets(
 
 
 def bought(budget: float, middle: int, blk: int, blocks: int) -> int:
-    """Blocks that serving reads: a head with no budget is a streaming one."""
+    """Blocks that serving reads; a head without budget streams."""
     return blocks_to_read(budget, middle, blk, blocks) if budget > 0 else 0
 
 
@@ -192,7 +191,7 @@ def test_any_shape(data: st.DataObject) -> None:
 
 
 def test_reference_budgets() -> None:
-    """`least_budgets` itself, where no criterion is near its threshold."""
+    """Check `least_budgets` itself, where no criterion is near its threshold."""
     world = GridWorld(dim=64)
     request = world.add(430)
     q = world.randn(1, world.q_heads, 64)
@@ -204,7 +203,7 @@ def test_reference_budgets() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_the_same_bits_with_any_number_of_workers_and_into_any_tensors(workers: int) -> None:
-    """Every element of the outputs is written, whatever was there."""
+    """Every element of the outputs is written, whatever it held."""
     lengths = [100, 7, 380, 381]
 
     def run(workers: int) -> tuple[GridWorld, Request, torch.Tensor, Measurement]:
@@ -225,7 +224,7 @@ def test_the_same_bits_with_any_number_of_workers_and_into_any_tensors(workers: 
 
 
 def test_tokens_from_the_length_on_are_not_seen() -> None:
-    """Neither those in the length's own page nor later ones: here they are NaN."""
+    """Later tokens, in the last page or behind it, are NaN here."""
     world, twin = GridWorld(), GridWorld()
     request, alone = world.add(389), twin.add(389)
     pages = torch.tensor([*request.pages, *world.free[-9:]], dtype=torch.int32)
@@ -239,7 +238,7 @@ def test_tokens_from_the_length_on_are_not_seen() -> None:
 
 
 def test_entries_lost_in_collisions() -> None:
-    """A pool so small that coarse entries collide: blocks are ranked by the same scores from their pages."""
+    """In a small pool coarse entries collide: blocks get the same scores from their pages."""
     world = GridWorld(pages=64)
     first, second = world.add(480), world.add(500)
     tags = world.pool.tensor("tag3", 0)
@@ -253,9 +252,8 @@ def test_entries_lost_in_collisions() -> None:
 
 @pytest.mark.parametrize(("dtype", "spread"), [(torch.float32, 1.0), (torch.bfloat16, 0.5)], ids=str)
 def test_serving_reads_what_was_measured(dtype: torch.dtype, spread: float) -> None:
-    """With these budgets the engine reads the measured blocks, its error is the predicted one and within the threshold;
-    with one block less it is not, for some head that needs any.
-    """
+    """With these budgets the engine reads the measured blocks, and its error equals the prediction and meets the
+    threshold. With one block less, some head exceeds it."""
     tau = 0.1
     world = GridWorld(dtype=dtype, dim=64, heads=2, group=4, attend_union=False, pages=128, spread=spread)
     n = 907
@@ -304,7 +302,7 @@ def test_serving_reads_what_was_measured(dtype: torch.dtype, spread: float) -> N
 
 
 def test_budgets_of_counts_round_trip() -> None:
-    """In the engine, for every count of every middle: what `budget_of_count` promises."""
+    """`budget_of_count` round-trips in the engine, for every count of every middle."""
     for sinks in (0, 16, 64):
         for pages in range(1, 40):
             middle = pages * PAGE
@@ -326,7 +324,7 @@ def test_thresholds_that_nothing_or_everything_meets() -> None:
 
 
 def test_a_query_and_values_of_zero() -> None:
-    """No norm to divide by: every statistic is a number, and nothing needs to be read."""
+    """With zero norms, every statistic is finite, and nothing needs to be read."""
     world = GridWorld()
     request = world.add(330)
     for tensor in (world.pool.tensor("tiles", 0)[:, :, 1],):
@@ -340,7 +338,7 @@ def test_a_query_and_values_of_zero() -> None:
 
 
 def test_scores_far_apart() -> None:
-    """The residents' weight vanishes in float32: they alone are not taken for a perfect answer."""
+    """The residents' weight vanishes in float32; they must not count as a perfect answer."""
     world = GridWorld(heads=1, group=1)
     request = world.add(330)
     q = world.randn(1, 1, world.dim)
@@ -356,8 +354,8 @@ def test_scores_far_apart() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_residents_that_weigh_more_by_far(dtype: torch.dtype) -> None:
-    """What the middle weighs beside them, float32 does not know; what it is by itself, the features say all the same.
-    One head of a group is so, the other is not."""
+    """The middle's weight vanishes in float32 beside the residents'; its own features are still right. Only one head of
+    the group has such residents."""
     world = GridWorld(heads=1, group=2, dtype=dtype)
     request = world.add(330)
     q = world.randn(1, 2, world.dim)
@@ -372,7 +370,7 @@ def test_residents_that_weigh_more_by_far(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_score_beyond_float32(isa: str) -> None:
-    """The one token that has it has all the attention."""
+    """A single token has all the attention."""
     world = GridWorld(heads=1, group=1, isa=isa)
     request = world.add(330)
     q = world.randn(1, 1, world.dim)

@@ -1,4 +1,4 @@
-"""The files of the counters on a disk that is full, or gets full: no signal ends the server."""
+"""Files of the counters on a disk that is full or fills up: no signal ends the server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A small disk of its own."""
+    """A small separate disk."""
     where = tmp_path / "disk"
     where.mkdir()
     mounted = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a policy is shown of a layer: serving and training see the same numbers, whatever way a request came about."""
+"""Features of a layer: serving and training see the same numbers, whatever passes built the request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAN = float("nan")
 
 
 class Spy(Policy):
-    """Reads everything, and notes what it was shown."""
+    """Reads everything, and records what it observes."""
 
     needs = Needs.FEATURES
     criterion = recorder.CRITERIA[0]
@@ -39,7 +39,7 @@ class Spy(Policy):
 
 
 class Told:
-    """Decodes a row under a spy, and remembers the query of every position that was an anchor or a step."""
+    """Decodes a row under a spy, and records the query of every position that was an anchor or a step."""
 
     def __init__(self, world: World, row: int) -> None:
         self.world, self.row = world, row
@@ -65,7 +65,7 @@ class Told:
         self.samples.append((anchor, list(range(anchor + 1, anchor + 1 + steps))))
 
     def check(self, folder: Path) -> None:
-        """What training records of the whole sequence, in one go, is what was seen step by step."""
+        """Training's record of the whole sequence at once equals what was observed step by step."""
         world, length = self.world, self.world.length(self.row)
         pages = world.page_list(self.row, length)
         found = Recorder(folder, world.pool)
@@ -135,7 +135,7 @@ def test_a_row_without_a_prefill_takes_its_next_query_as_anchor() -> None:
 
 
 def test_layers_and_heads_have_the_models_numbers() -> None:
-    """A process with part of a model shows what one with all of it would."""
+    """A process with a part of the model observes the same as one with all of it."""
     parts = []
     for first in ((0, 0), (7, 16)):
         world, spy = World(seed=18, first=first), Spy()
@@ -174,12 +174,12 @@ def test_labels_keep_the_criterion_at_every_step() -> None:
 
 
 def test_anchor_is_exact_for_its_anchor() -> None:
-    """The step that repeats the anchor query, with nothing added to the middle, reads what the anchor needed."""
+    """A step that repeats the anchor query, with an unchanged middle, reads what the anchor needed."""
     world, limit = World(seed=17, attend_union=False), 0.1
     world.extend(1, 1000)
     policy = parse_spec(f"anchor:{limit}")
     for layer in range(world.layers):
-        world.engine.anchors.queries[layer][1] = 0  # an anchor without direction: every key weighs the same
+        world.engine.anchors.queries[layer][1] = 0  # a zero anchor query gives every key the same weight
     errors = []
     for got, want in world.decode([1], [policy]):
         errors.append((got.double() - want).norm(dim=-1) / want.norm(dim=-1).amax(-1, keepdim=True))

@@ -1,4 +1,4 @@
-"""One queue for native workers and foreign executors: each task is done exactly once, in any interleaving."""
+"""One queue for native workers and foreign executors: each task is executed exactly once, in any interleaving."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU, TORCH, ANY = 0, 1, 2
 
 
 def make(workers: int, seed: int, layers: int = 1) -> tuple[NativeWorld, list[Request]]:
-    # The slowest kernels: tasks take long enough that others get some.
+    # The slowest kernels: tasks take long enough that other executors get some.
     world = NativeWorld(workers=workers, seed=seed, layers=layers, heads=4, pages=600, isa="scalar")
     lengths = random.Random(seed).choices([60, 200, 500, 900, 1500], k=5)
     return world, [world.add(n) for n in lengths]
@@ -31,9 +31,9 @@ def want(world: NativeWorld, requests: list[Request], layer: int, q: torch.Tenso
 
 
 class Puller(threading.Thread):
-    """A foreign executor with a thread of its own, as slow and irregular as `pause` makes it.
+    """A foreign executor with its own thread, as slow and irregular as `pause` makes it.
 
-    `claim`: one that the caller took for it; the native workers may be done before a Python thread started.
+    `claim`: a task that the caller claimed for it, because the native workers may finish before a Python thread starts.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Puller(threading.Thread):
 def mixed_step(
     world: NativeWorld, requests: list[Request], seed: int, executors: list[int], lanes: tuple[int, ...] = (ANY,)
 ) -> list[int]:
-    """One layer with pullers beside the workers, whose tasks are for `lanes`, at random; returns the owners."""
+    """One layer with pullers beside the workers; its tasks are for random lanes of `lanes`. Returns the owners."""
     world.begin_step(requests)
     plan = world.plan(requests)
     plan.value = world.randn(len(requests), world.heads).float()
@@ -74,7 +74,7 @@ def mixed_step(
     owner = torch.tensor(pause.choices(lanes, k=plan.blk.numel()), dtype=torch.int32).view_as(plan.blk)
     plan.owner = None if lanes == (ANY,) else owner
     tasks, q, out = world.begin_layer(requests, 0, plan)
-    # At once: the workers may be done soon.
+    # Claim at once: the workers may finish soon.
     claims = [world.engine.queue_pop(executor) if pause.random() < 0.7 else -1 for executor in executors]
     allowed = [int(owner.flatten()[world.engine.task(i)]) for i in range(tasks)]
     pullers = [
@@ -102,8 +102,8 @@ def mixed_step(
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_each_task_is_done_once_by_somebody(workers: int) -> None:
     shared = 0
-    # Eight worlds, or as many as it takes for both executors to be at work in a step. More workers than cores may leave
-    # nothing to anyone else, however many there are.
+    # Eight worlds, or more until both executors work in one step. If there are more workers than cores, the other
+    # executor may get no task in any number of worlds.
     alone = workers > len(os.sched_getaffinity(0))
     for seed in range(64):
         if seed >= 8 and (shared > 0 or alone):
@@ -125,7 +125,7 @@ def test_each_task_is_done_once_by_somebody(workers: int) -> None:
 
 @pytest.mark.parametrize("foreign", [0, 1, 7, 1000])
 def test_one_thread_can_do_everything(foreign: int) -> None:
-    """With one worker nothing runs before finish(): the split is ours, and priority decides the order."""
+    """With one worker nothing runs before finish(): the test controls the split, and priority decides the order."""
     world, requests = make(1, 3)
     world.begin_step(requests)
     plan = world.plan(requests)
@@ -155,7 +155,7 @@ def test_a_task_for_one_executor_is_done_by_that_one(workers: int) -> None:
     turns=st.integers(0, 24),
 )
 def test_lanes_are_emptied_in_their_order_own_tasks_first(owner: list[int], value: list[int], turns: int) -> None:
-    """With one worker nothing runs before finish(): who pops when is ours."""
+    """With one worker nothing runs before finish(): the test controls the pops."""
     world, requests = make(1, 3)
     world.begin_step(requests)
     plan = world.plan(requests)
@@ -282,7 +282,7 @@ def test_a_task_nobody_delivers_is_an_error_and_comes_too_late_for_ever(
     poison = torch.full((world.group, world.dim), torch.nan)
     nan = torch.full((world.group,), torch.nan)
     assert not world.engine.task_done(late[0], poison, nan, 0)
-    # Now while the next layer is open, with the same tasks and the same executor holding some of them.
+    # Repeat while the next layer is open, with the same tasks, some of them held by the same executor.
     world.begin_step(requests)
     _, q, out = world.begin_layer(requests, 0, world.plan(requests))
     claims = [claim for claim in (world.engine.queue_pop(TORCH), world.engine.queue_pop(TORCH)) if claim >= 0]
@@ -331,7 +331,7 @@ def test_claims_that_never_were_are_refused() -> None:
 
 
 def test_the_pool_may_be_used_while_a_layer_is_open() -> None:
-    """The workers are taken: the caller copies alone."""
+    """The workers are busy, so the caller copies alone."""
     world, requests = make(2, 6)
     world.begin_step(requests)
     _, q, out = world.begin_layer(requests, 0, world.plan(requests))

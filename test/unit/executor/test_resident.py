@@ -1,4 +1,4 @@
-"""Resident attention ahead of the plan (`NativeEngine.layer_resident`), against the path that does all at once."""
+"""Resident attention before the plan (`NativeEngine.layer_resident`), against the path that does everything at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOTHING = torch.tensor([-math.inf, -math.inf, 0, 0, 0])
 def resident(
     world: NativeWorld, requests: list[Request], layer: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draws q, k, v as `NativeWorld.begin_layer` does, appends: (q, k, v, parts)."""
+    """Draw q, k, v as `NativeWorld.begin_layer` does, and append: (q, k, v, parts)."""
     batch = len(requests)
     fused = world.randn(batch, world.q_heads + 2 * world.heads, world.dim)
     q, k, v = fused.split([world.q_heads, world.heads, world.heads], dim=1)
@@ -37,13 +37,13 @@ def resident(
 
 
 def begin(world: NativeWorld, layer: int, q: torch.Tensor, plan: Plan) -> tuple[int, torch.Tensor]:
-    """Starts the layer with what is there: (tasks, out)."""
+    """Start the layer with the given query and plan: (tasks, out)."""
     out = torch.full((len(q), world.q_heads, world.dim), math.nan, dtype=world.dtype)
     return layer_begin(world.engine, layer, q, None, None, None, plan, world.scale, out), out
 
 
 def expected_parts(world: NativeWorld, requests: list[Request], layer: int, q: torch.Tensor) -> torch.Tensor:
-    """[B, Hq, 5] float64 of requests that hold the new token."""
+    """[B, Hq, 5] float64, for requests that hold the new token."""
     parts = torch.empty(len(requests), world.q_heads, 5, dtype=torch.float64)
     for b, request in enumerate(requests):
         keys, values = request.keys[layer], request.values[layer]
@@ -60,7 +60,7 @@ def expected_parts(world: NativeWorld, requests: list[Request], layer: int, q: t
 
 
 def states(world: NativeWorld) -> dict[str, torch.Tensor]:
-    """All that a step leaves behind; NaN becomes a number so that equal is equal."""
+    """All state after a step; NaN is replaced by a number so that comparisons work."""
     names = ("tiles", "meta0", "meta1", "meta2", "meta3", "tag1", "tag2", "tag3", "moments")
     kept = {f"{name} {layer}": world.pool.tensor(name, layer) for name in names for layer in range(world.layers)}
     kept |= {f"window {layer}": world.windows[layer].nan_to_num(12345.0) for layer in range(world.layers)}
@@ -74,7 +74,7 @@ def same_state(a: NativeWorld, b: NativeWorld) -> None:
 
 
 def exact(world: NativeWorld, batch: int) -> torch.Tensor:
-    """The last layer's output before it was rounded."""
+    """The last layer's output before rounding."""
     out = torch.full((batch, world.q_heads, world.dim), math.nan)
     world.engine.result(out)
     return out
@@ -84,7 +84,7 @@ def exact(world: NativeWorld, batch: int) -> torch.Tensor:
 @settings(max_examples=examples(15))
 @given(data=st.data(), seed=st.integers(0, 2**16), dtype=st.sampled_from(DTYPES), workers=st.integers(1, 3))
 def test_it_is_the_fused_path(isa: str, data: st.DataObject, seed: int, dtype: torch.dtype, workers: int) -> None:
-    """Outputs up to rounding, parts as in float64, the same tasks; pool and windows bit for bit."""
+    """Outputs agree up to rounding, parts with float64, and tasks exactly; pool and windows are equal bit for bit."""
     shape = {"heads": data.draw(st.integers(1, 3)), "group": data.draw(st.integers(1, 8))}
     shape["dim"] = data.draw(st.sampled_from([32, 48, 64, 128, 256]))
     lengths = data.draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=4))
@@ -103,7 +103,7 @@ def test_it_is_the_fused_path(isa: str, data: st.DataObject, seed: int, dtype: t
                 st.sampled_from([0, 1, 16, 32, 64, 128]), min_size=math.prod(groups), max_size=math.prod(groups)
             )
             plan.blk = torch.tensor(data.draw(blk), dtype=torch.int32).view(groups)
-            # Streaming heads and whole ones among the others.
+            # Mix streaming heads, full heads and others.
             plan.budget = torch.rand(plan.budget.shape, generator=torch.Generator().manual_seed(seed)) * 1.5 - 0.5
             want_tasks, q_fused, want = fused.begin_layer(theirs, layer, plan)
             want_chosen = fused.selections(theirs, want_tasks)
@@ -116,7 +116,7 @@ def test_it_is_the_fused_path(isa: str, data: st.DataObject, seed: int, dtype: t
             ahead.engine.layer_finish()
 
             assert tasks == want_tasks and chosen == want_chosen
-            # A matrix unit rounds weights by up to 2^-16, and differently where residents have a softmax of their own.
+            # A matrix unit rounds weights by up to 2^-16, and differently if residents have their own softmax.
             atol = 6e-5 if isa == "amx" and ahead.dtype == torch.bfloat16 else 2e-6
             torch.testing.assert_close(exact(ahead, len(ours)), exact(fused, len(ours)), rtol=1e-5, atol=atol)
             assert torch.equal(exact(ahead, len(ours)).to(ahead.dtype), out)
@@ -133,7 +133,7 @@ def test_it_is_the_fused_path(isa: str, data: st.DataObject, seed: int, dtype: t
 @pytest.mark.parametrize("sinks", [0, 16, 64])
 @pytest.mark.parametrize("window", [16, 80])
 def test_every_placement(sinks: int, window: int) -> None:
-    """Through hundreds of lengths, pages and blocks filling on the way."""
+    """Through hundreds of lengths, with pages and blocks filling on the way."""
     fused, ahead = (NativeWorld(placement=Placement(sinks, window), seed=3) for _ in range(2))
     starts = (0, sinks, 300)
     theirs, ours = ([world.add(n) for n in starts] for world in (fused, ahead))
@@ -153,10 +153,11 @@ def test_every_placement(sinks: int, window: int) -> None:
     assert int((ahead.pool.tensor("tag3", 0) >= 0).sum()) > 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)  # windows of the last are no tiles of the pool
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)  # with the last dtype, windows are not stored as pool tiles
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_parts_are_those_of_the_host_tiles(isa: str, dtype: torch.dtype) -> None:
-    """The bits of one attend over the sinks' tiles and one over the window's, wherever the tiles lie."""
+    """The parts equal, bit for bit, one attend over the sinks' tiles and one over the window's, wherever the tiles
+    lie."""
     world = NativeWorld(isa=isa, dtype=dtype, group=5, dim=64)
     requests = [world.add(n) for n in LENGTHS[:6]] if isa == "scalar" else [world.add(n) for n in LENGTHS[-6:]]
     world.begin_step(requests)
@@ -185,7 +186,7 @@ def test_the_parts_are_those_of_the_host_tiles(isa: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("n", [0, 5, 31, 79, 80])
 def test_an_empty_middle(n: int) -> None:
-    """No tasks: the output is the resident attention, whatever the plan asks for."""
+    """No tasks: the output is the resident attention, whatever the plan says."""
     world = NativeWorld(workers=1)
     requests = [world.add(n)]
     world.begin_step(requests)
@@ -214,7 +215,7 @@ def test_streaming_groups_come_out_as_the_resident_result() -> None:
 
 
 def test_tokens_that_are_written_already() -> None:
-    """k, v absent: nothing is appended, nor sealed."""
+    """Without k and v, nothing is appended or sealed."""
     world = NativeWorld()
     requests = [world.add(n) for n in (320, 64, 17)]
     for request in requests:
@@ -270,7 +271,7 @@ def test_a_bad_request_fails_the_layer_and_spares_the_others(page: int) -> None:
     good = batches[1][:1]
     ahead.check(out[:1], ahead.expected(good, 0, q, ahead.everything(good)))
     torch.testing.assert_close(parts[:1].double(), expected_parts(ahead, good, 0, q[:1]), rtol=1e-5, atol=1e-5)
-    same_state(fused, ahead)  # what the good request filled is sealed
+    same_state(fused, ahead)  # pages that the good request filled are sealed
     assert int((ahead.pool.tensor("tag3", 0) == good[0].pages[7]).sum()) == 1
 
 
@@ -295,7 +296,7 @@ def test_a_bad_row_fails_the_layer() -> None:
 
 @pytest.mark.parametrize("what", ["abandon", "step", "layer", "window"])
 def test_the_resident_result_is_dropped(what: str) -> None:
-    """By whatever comes instead of its own layer; begun again without a window, the layer has none."""
+    """Any call other than its own layer drops it. If the layer then starts without a window, it has none."""
     world = NativeWorld(layers=2)
     requests = [world.add(n) for n in (351, 80)]
     world.begin_step(requests)
@@ -321,7 +322,7 @@ def test_the_resident_result_is_dropped(what: str) -> None:
         begin(world, 0, q, plan)
     after = states(world)
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items()), "nothing was sealed"
-    # And once more from the start, to the end.
+    # Repeat from the start to the end.
     again = torch.full_like(parts, math.nan)
     world.engine.layer_resident(world.at(), q, k, v, again)
     assert torch.equal(again, parts)

@@ -1,4 +1,4 @@
-"""Requests that begin with the same pages: reading them together changes nothing but what is read."""
+"""Requests with common first pages: reading them together changes only what is read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CPU, ANY = 0, 2
 
 @dataclass
 class Done:
-    """What a layer of a step did: q, out, before it was rounded, selections, reads, and what the statistics grew by."""
+    """Results of a layer: q, out, exact output, selections, reads, and increments of the statistics."""
 
     q: torch.Tensor
     out: torch.Tensor
@@ -43,7 +43,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Branch:
-    """A request that has its first `shared` pages from request `parent`, and `tail` tokens of its own."""
+    """A request that shares its first `shared` pages with request `parent` and has `tail` tokens of its own."""
 
     parent: int
     shared: int
@@ -51,7 +51,7 @@ class Branch:
 
 
 def build(world: NativeWorld, branches: list[Branch]) -> list[Request]:
-    """The requests; a parent has at least the pages that are asked of it, or the branch gets fewer."""
+    """Build the requests. If a parent has fewer pages than asked for, the branch shares fewer."""
     requests: list[Request] = []
     for branch in branches:
         parent = requests[branch.parent % len(requests)] if requests else None
@@ -80,7 +80,7 @@ def cpu_plan(world: NativeWorld, requests: list[Request], blk: int = 16, budget:
 
 
 def both(branches: list[Branch], plan_of: Any, resident_first: bool = False, **options: Any) -> tuple[Done, Done]:
-    """One step with and without sharing, over the same numbers; checked against float64 and against each other."""
+    """One step with and without sharing, over the same numbers; compared with float64 and with each other."""
     done: list[Done] = []
     for share in (True, False):
         world = NativeWorld(share_prefixes=share, rows=len(branches), pages=1024, **options)
@@ -91,7 +91,7 @@ def both(branches: list[Branch], plan_of: Any, resident_first: bool = False, **o
     assert torch.equal(shared.q, alone.q)
     assert shared.chosen == alone.chosen
     assert torch.equal(shared.reads, alone.reads)
-    # In bfloat16 the weights of a page may be rounded as well, relative to what came before it.
+    # In bfloat16 the weights of a page may be rounded too, relative to earlier pages.
     slack = 2e-6 if options.get("dtype", torch.float32) == torch.float32 else 5e-3
     torch.testing.assert_close(shared.exact, alone.exact, atol=slack, rtol=slack)
     for done_ in done:
@@ -107,7 +107,7 @@ def both(branches: list[Branch], plan_of: Any, resident_first: bool = False, **o
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[Branch]:
-    """A document and what branches off from it, or from its branches; ends and branchings around page boundaries."""
+    """A document and its branches, or branches of these; ends and branchings near page boundaries."""
     tails = st.sampled_from([0, 1, 15, 16, 17, 40, 64, 95, 96, 97, 130, 300])
     pages = st.sampled_from([3, 10, 20, 23, 24, 33, 40, 100])
     document = Branch(0, 0, draw(st.sampled_from([400, 640, 655, 656, 1100])))
@@ -126,7 +126,7 @@ def test_sharing_changes_only_what_is_read(
     isa: str, branches: list[Branch], data: st.DataObject, group: int, union: bool, dtype: torch.dtype, collide: bool,
     chunk_bytes: int | None, cached_bytes: int | None, seed: int,
 ) -> None:  # fmt: skip
-    """Any prefixes, lengths, block sizes, budgets, owners and cuts into chunks."""
+    """Any prefixes, lengths, block sizes, budgets, owners and divisions into chunks."""
     heads = 2
     mostly = data.draw(st.sampled_from([16, 32, 64, 128]))
     sizes = st.one_of(st.just(mostly), st.sampled_from([0, 1, 16, 32, 64, 128]))
@@ -153,7 +153,7 @@ def test_sharing_changes_only_what_is_read(
 
 
 FORKS = [Branch(0, 0, 2000), *(Branch(0, 120, tail) for tail in (30, 150, 8, 31, 400))]
-"""Six branches of one document that is much longer than what they add."""
+"""Six branches of one document that is much longer than their own tokens."""
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_what_is_shared_is_read_once(blk: int, budget: float, dtype: torch.dtype
 
     shared, _ = both(FORKS, plan_of, dtype=dtype, group=3)
     assert shared.stats["shared_tasks"] == shared.stats["tasks"] == 2 * len(FORKS)
-    # The shortest branch has 1928 tokens and one more: its window starts at 1872, its sinks end at 32.
+    # The shortest branch has 1928 tokens and the new one: its window starts at 1872, its sinks end at 32.
     end = 1872 // blk * blk
     row, entry = pair_bytes(32, dtype), entry_bytes(32, dtype)
     tokens = 0
@@ -184,7 +184,7 @@ def test_what_is_shared_is_read_once(blk: int, budget: float, dtype: torch.dtype
     if budget == 1.0:
         assert shared.stats["metadata_bytes"] == shared.stats["shared_metadata_bytes"] == 0
     else:
-        # Of each head 5 scans are saved; a coarse block that is cut or has lost its entry takes those of its pages.
+        # Each head saves 5 scans; a coarse block that is cut or has lost its entry uses the entries of its pages.
         scan, rest = divmod(shared.stats["shared_metadata_bytes"], (len(FORKS) - 1) * 2 * entry)
         assert rest == 0
         least = (end - 32) // blk
@@ -192,15 +192,15 @@ def test_what_is_shared_is_read_once(blk: int, budget: float, dtype: torch.dtype
 
 
 LARGE = 1 << 40
-"""Of a cache that keeps everything."""
+"""Bytes of a cache that keeps everything."""
 
 
 @pytest.mark.parametrize(
     ("budget", "cached_bytes", "together"), [(0.3, LARGE, False), (0.3, 0, True), (0.02, 0, False), (1.0, LARGE, True)]
 )
 def test_what_few_agree_on_each_reads_for_itself(budget: float, cached_bytes: int, together: bool) -> None:
-    """Independent queries want different tiles, the more of them the larger the budget, and all want the same where it
-    is everything; the scan is shared anyway."""
+    """Independent queries select different tiles. Larger budgets select more of them, up to all tiles for all. The scan
+    is shared in any case."""
 
     def plan_of(world: NativeWorld, requests: list[Request]) -> Plan:
         return cpu_plan(world, requests, 16, budget)
@@ -214,7 +214,7 @@ def test_what_few_agree_on_each_reads_for_itself(budget: float, cached_bytes: in
 
 
 def test_the_cache_is_exactly_as_large_as_it_is_said_to_be() -> None:
-    """The tiles that it keeps are read apart; with a byte less of it they are read together."""
+    """Tiles that fit in the cache are read separately; with one byte less, they are read together."""
 
     def plan_of(world: NativeWorld, requests: list[Request]) -> Plan:
         return cpu_plan(world, requests, 16, 0.3)
@@ -235,7 +235,7 @@ def test_a_cache_of_less_than_nothing_is_refused() -> None:
 
 
 def test_shared_blocks_that_nobody_chose() -> None:
-    """Streaming heads alone, and budgets that only blocks behind the prefix get."""
+    """Only streaming heads, and budgets that select only blocks behind the prefix."""
 
     def plan_of(world: NativeWorld, requests: list[Request]) -> Plan:
         return cpu_plan(world, requests, 16, 0.0)
@@ -247,7 +247,7 @@ def test_shared_blocks_that_nobody_chose() -> None:
 
 @pytest.mark.parametrize("group", [1, 4, 5, 16])
 def test_more_heads_than_fit_are_done_in_parts(group: int) -> None:
-    """Each part reads what is shared once."""
+    """Each part reads shared blocks once."""
     forks = [Branch(0, 0, 700), *(Branch(0, 40, 90 + i) for i in range(8))]
     shared, _ = both(forks, cpu_plan, heads=1, group=group)
     parts = -(-len(forks) * group // (MOST_HEADS // group * group))
@@ -257,7 +257,7 @@ def test_more_heads_than_fit_are_done_in_parts(group: int) -> None:
 
 
 def test_a_prefix_of_prefixes_and_of_other_block_sizes() -> None:
-    """Two documents after one prompt are two families; a task of another block size or executor goes alone."""
+    """Two documents after one prompt are two families; a task of another block size or executor runs alone."""
     branches = [Branch(0, 0, 1500), Branch(0, 90, 80), Branch(0, 4, 1400), Branch(2, 88, 100), Branch(2, 90, 60)]
 
     def plan_of(world: NativeWorld, requests: list[Request]) -> Plan:
@@ -274,7 +274,7 @@ def test_a_prefix_of_prefixes_and_of_other_block_sizes() -> None:
 
 
 def test_a_bad_request_is_in_no_bundle() -> None:
-    """Its page id is out of range behind the shared pages: the layer fails, and the others are computed."""
+    """Its page id behind the shared pages is out of range: the layer fails, and the others are computed."""
     world = NativeWorld(share_prefixes=True, rows=6, pages=1024)
     requests = build(world, FORKS)
     good = requests[2].pages.copy()
@@ -338,7 +338,7 @@ def test_without_a_common_prefix_or_an_owner_nothing_is_shared() -> None:
 
 
 def decode(world: World, steps: int) -> list[torch.Tensor]:
-    """Outputs of requests of which three have one document, and two of these another page besides."""
+    """Outputs of requests, three of which share a document, and two of these also another page."""
     world.extend(1, 1500)
     for row, pages in ((2, 90), (3, 91)):
         world.share(row, 1, pages)
@@ -370,7 +370,7 @@ def test_every_policy_and_scheduler(policy: str, scheduler: Scheduler | None) ->
     assert stats[1]["shared_tasks"] == stats[1]["shared_tile_bytes"] == 0
     if policy.startswith("oracle"):
         assert stats[0]["shared_tasks"] == 0
-    elif not policy.startswith("anchor"):  # which may want blocks of different sizes
+    elif not policy.startswith("anchor"):  # anchors may choose blocks of different sizes
         assert stats[0]["shared_tasks"] == 2 * 2 * 2 * 3
         saved = "shared_tile_bytes" if policy == "full" else "shared_metadata_bytes"
         assert stats[0][saved] > 0
@@ -383,7 +383,7 @@ def test_tasks_that_another_executor_may_take_go_alone() -> None:
 
 
 def test_requests_of_one_family_may_follow_different_policies() -> None:
-    """A step's policies are mixed; those of one block size are read together."""
+    """The policies of a step are mixed; those with one block size are read together."""
     policies = [parse_spec(spec) for spec in ("fixed:16:0.2", "full", "fixed:32:0.1", "fixed:16:0.05")]
     outs = []
     for share in (True, False):

@@ -1,4 +1,4 @@
-"""Attention as a layer of a native program, against the same layers begun and finished one by one."""
+"""Attention layers of a native program, against the same layers begun and finished one by one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEWEST = 40
 
 @dataclass
 class Inputs:
-    """Of all layers of a step, in memory that the program keeps."""
+    """Inputs of all layers of a step, in memory that the program keeps."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -52,7 +52,7 @@ def layers_of(world: NativeWorld, sinks: torch.Tensor | None) -> list[AttentionL
 
 
 def take_all(requests: list[Request], given: Inputs) -> None:
-    """The step's token is the requests'."""
+    """Add the step's token to the requests."""
     for layer in range(LAYERS):
         take(requests, layer, given.k[layer], given.v[layer])
 
@@ -83,7 +83,7 @@ def apart(world: NativeWorld, at: list[AttentionLayer], given: Inputs, plan: Lay
 def test_a_program_attends_as_single_layers_do(
     sketched: bool, lengths: list[int], dtype: torch.dtype, logits: bool, steps: int, workers: int, seed: int
 ) -> None:
-    """To the bit, step after step; what was read counts the same."""
+    """Bit for bit, step after step; reads are counted equally."""
     ours, theirs = (
         NativeWorld(layers=LAYERS, dtype=dtype, workers=workers, seed=seed, sketched=sketched) for _ in range(2)
     )
@@ -128,7 +128,7 @@ def test_a_step_without_a_plan_is_refused_and_loses_nothing() -> None:
     world.engine.plan_step(native_plan(LayerPlan(plan.blk, plan.budget, plan.value)), residents_first=False)
     program.run(0, LAYERS)
     assert given.out.isfinite().all()
-    world.begin_step(requests)  # the plan was the other step's
+    world.begin_step(requests)  # the plan belonged to the other step
     with pytest.raises(RuntimeError, match="no plan for all of its layers"):
         program.run(0, 1)
     world.begin_step(requests[:1])

@@ -1,4 +1,5 @@
-"""Layers whose attention has a window or logits without value (`executor/variant.py`), on the native engine."""
+"""Layers whose attention has a window or attention sinks (logits without value; `executor/variant.py`), on the native
+engine."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from fluxion_sglang.policy.base import LayerPlan
 from fluxion_sglang.scoring.audit_file import read
 
 ISAS: list[str] = topology()["isas"]
-# Before the step, around every boundary of pages, sinks 32 and window 48.
+# Lengths before the step, around every boundary of pages, sinks 32 and window 48.
 LENGTHS = [0, 1, 15, 16, 31, 47, 80, 95, 127, 250, 607]
 
 
@@ -36,7 +37,7 @@ def wanted(
     world: NativeWorld, requests: list[Request], layer: int, q: torch.Tensor, window: int | None,
     sinks: torch.Tensor | None, cap: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention to the newest tokens, float64 [B, Hq, D]; the requests hold the new token."""
+    """Attention to the newest tokens, float64 [B, Hq, D]; the requests include the new token."""
     out = torch.empty(len(requests), world.q_heads, world.dim, dtype=torch.float64)
     for b, request in enumerate(requests):
         seen = slice(max(len(request.keys[layer]) - (window or 1 << 30), 0), None)
@@ -94,8 +95,8 @@ def test_a_layer_with_a_window(
 def test_logits_without_value_are_part_of_the_softmax(
     isa: str, resident_first: bool, lengths: list[int], dtype: torch.dtype, group: int, cap: float, seed: int
 ) -> None:
-    """Of a layer that reads everything, in one go or with the residents first; their parts do not change. A cap is one
-    of scores, and leaves these logits as they are."""
+    """In a layer that reads everything, fused or with the residents first. The parts do not change. The cap applies to
+    scores only, not to these logits."""
     world = NativeWorld(group=group, dtype=dtype, isa=isa, seed=seed)
     requests = [world.add(n) for n in lengths]
     sinks = torch.randn(world.q_heads, generator=world.random) * 3

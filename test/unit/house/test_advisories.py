@@ -1,4 +1,4 @@
-"""`make audit` tells a known vulnerability, a clean environment, and advisories that cannot be had from each other."""
+"""`make audit` distinguishes a known vulnerability, a clean environment, and unavailable advisories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make checkpoints` fetches, without the network."""
+"""`make checkpoints` fetches the right files; without the network."""
 
 from __future__ import annotations
 

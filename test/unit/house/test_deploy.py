@@ -1,4 +1,4 @@
-"""Dashboard and alerts in deploy/: what they name exists, and the runbook has a section for every alert."""
+"""Dashboard and alerts in deploy/: all names in them exist, and the runbook has a section for every alert."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUNBOOK = ROOT / "docs" / "operations.md"
 
 _NAME = re.compile(r"\b(?:fluxion|sglang)[_:][a-z0-9_:]+")
 EITHER = "sglang[:_]"
-"""How a query begins a metric of SGLang: an OpenMetrics client may write another character for the colon."""
+"""Prefix of SGLang's metrics in queries: an OpenMetrics client may replace the colon."""
 _HISTOGRAM = ("_bucket", "_sum", "_count")
 
 
@@ -40,12 +40,12 @@ def queries() -> Iterator[str]:
 
 
 def named() -> set[str]:
-    """Every metric of Fluxion or SGLang that a query names, as a server's page has it."""
+    """Every metric of Fluxion or SGLang in a query, by its name on a server's page."""
     return {name for query in queries() for name in _NAME.findall(query.replace(EITHER, "sglang:"))}
 
 
 def base(name: str) -> str:
-    """The metric that a series of a histogram belongs to."""
+    """The metric to which a series of a histogram belongs."""
     return next((name.removesuffix(end) for end in _HISTOGRAM if name.endswith(end)), name)
 
 
@@ -56,7 +56,7 @@ def test_metrics_of_fluxion_are_described() -> None:
 
 
 def test_metrics_of_sglang_are_in_its_code() -> None:
-    """A server's own page is asked in test/engine/test_deploy_served.py."""
+    """test/engine/test_deploy_served.py checks the page of a real server."""
     import sglang
 
     folder = Path(sglang.__file__).parent / "srt" / "observability"
@@ -85,7 +85,7 @@ def test_every_alert_says_what_to_do() -> None:
 
 
 def test_panels_can_be_read() -> None:
-    """Each has a title, a unit and a query; none lies over another."""
+    """Each has a title, a unit and a query; panels do not overlap."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
     taken: set[tuple[int, int]] = set()
     for panel in panels:
@@ -98,8 +98,8 @@ def test_panels_can_be_read() -> None:
     assert len({panel["id"] for panel in panels}) == len(panels)
 
 
-# Two hours' series of a server, a minute apart, in promtool's words. Nobody has to look at this one: most of its
-# requests read everything, and the only one that has ended yet did so after half an hour.
+# Two hours of a server's series at one-minute steps, in promtool's notation. No alert may fire: most requests read
+# everything, and the only finished one took half an hour.
 WELL = {
     'up{job="fluxion"}': "1x120",
     "sglang:num_running_reqs": "4x120",
@@ -138,7 +138,7 @@ ILL = {
     "FluxionRebuilds": {"fluxion_rebuilt_pools_total": "1x100 2x20"},
     "FluxionDeviceWaits": {"fluxion_device_wait_seconds_total": "0+40x120"},
 }
-"""What differs where an alert has to come."""
+"""Changes to WELL that must trigger an alert."""
 
 
 @pytest.fixture
@@ -155,7 +155,8 @@ def test_prometheus_takes_the_rules(promtool: str) -> None:
 
 
 def evaluation(alert: str | None, colon: str) -> dict[str, Any]:
-    """What promtool is to find in two hours of a server that is ill, or none, and of a healthy one beside it."""
+    """Input of promtool: two hours of a server with a fault, or none, beside a healthy server; and the expected
+    alerts."""
     series = [{"series": instance(name, "well"), "values": values} for name, values in WELL.items()]
     if alert:
         series += [{"series": instance(name, "ill"), "values": v} for name, v in (WELL | ILL[alert]).items()]
@@ -180,7 +181,7 @@ def test_an_alert_comes_when_it_should_and_no_other_does(promtool: str, tmp_path
 
 
 def instance(series: str, name: str) -> str:
-    """The series with the label that Prometheus gives the samples of one server."""
+    """The series with the label that Prometheus adds for one server."""
     metric, _, labels = series.rstrip("}").partition("{")
     return f'{metric}{{{labels}{"," * bool(labels)}instance="{name}"}}'
 

@@ -1,4 +1,5 @@
-"""The house: which way imports go, no circles, no twins, nothing too large to read."""
+"""Rules of the code base: direction of imports, no cycles, no duplicate names, no file or function that is too
+large."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ RINGS: dict[str, set[str]] = {
     "training": {"core", "scoring"},
     "commands": {"core", "device", "scoring", "training"},
 }
-"""What each ring may import beside itself. Everything that no folder of this name holds is the core."""
+"""Imports that each ring allows in addition to itself. Everything outside these folders is the core."""
 
 NATIVE: dict[str, set[str]] = {
     "simd": set(),
@@ -38,22 +39,23 @@ NATIVE: dict[str, set[str]] = {
     "cuda": {"kernels", "runtime", "device", "ffi"},
     "device": {"kernels", "runtime", "engine", "ffi"},
 }
-"""What each folder of csrc/ may include beside itself: the core nothing of device, lab, cuda or probe."""
+"""Includes that each folder of csrc/ allows in addition to itself. The core includes nothing of device, lab, cuda or
+probe."""
 
 NATIVE_FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cc", ".cu", ".cuh"})
 
 CORE = ["sglang", "executor", "policy", "predictor", "kv", "native"]
-"""The folders of the core: each imports those behind it alone. The checks for authors of policies run an engine."""
+"""Folders of the core: each imports only later ones. The checks for authors of policies run an engine."""
 
 OUTSIDE = {"cli", "__main__", "bench_one_batch"}
 """Modules that start programs: they may import commands."""
 SAME = {"__init__", "__main__", "base", "command"}
-"""File names that may stand in many folders."""
+"""File names that may occur in several folders."""
 
 
 @cache
 def sources() -> dict[str, Path]:
-    """Every module of the package by its name, without the package's."""
+    """Every module of the package, by its name without the package's."""
     return {
         ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -65,7 +67,7 @@ def for_types(node: ast.AST) -> bool:
 
 
 def imports(path: Path, later: bool) -> set[str]:
-    """What a file imports of the package and of others, as it says; later: within functions, too."""
+    """Modules that a file imports, as written; later: include imports inside functions."""
     found: set[str] = set()
     todo: list[ast.AST] = [ast.parse(path.read_text())]
     while todo:
@@ -108,7 +110,7 @@ def test_imports_go_inwards() -> None:
 
 
 def test_the_lab_is_another_package() -> None:
-    """It sees what packages of others see: policies and what they plan for, and no server."""
+    """Like third-party packages, it sees policies and what they plan for, and no server."""
     folders = {"policy", "predictor", "kv", "native", "executor"}
     for path in sorted(LAB.glob("*.py")):
         seen = {module.partition(".")[0] for module in modules(path)}
@@ -126,7 +128,7 @@ def test_the_core_has_an_order() -> None:
 
 def test_no_circles() -> None:
     for later in (False, True):
-        # A package's own file says what it exports: that its modules import the package is no circle.
+        # A package's __init__ re-exports its modules; modules that import their package form no cycle.
         graph = {
             module: modules(path, later) - {module} for module, path in sources().items() if path.stem != "__init__"
         }
@@ -146,13 +148,13 @@ def test_includes_go_inwards() -> None:
 
 
 def test_names_are_told_apart() -> None:
-    """One file name, one file: where two things have one name, one of them is not named after what it is."""
+    """File names are unique."""
     names = Counter(path.stem for path in sources().values())
     assert not {name for name, count in names.items() if count > 1} - SAME
 
 
 def test_tests_are_told_apart() -> None:
-    """pytest imports a test file by its name alone: of two with one name it refuses the second."""
+    """pytest imports test files by name and refuses a second one of the same name."""
     names = Counter(path.name for path in (ROOT / "test").rglob("*.py"))
     assert {name for name, count in names.items() if count > 1} <= {"__init__.py", "__main__.py", "conftest.py"}
 
@@ -170,7 +172,7 @@ def test_nothing_is_too_long_to_read() -> None:
 
 
 def test_native_functions_are_short() -> None:
-    """As clang-format leaves them, a function or class at namespace level ends with a brace in the first column."""
+    """A function or class at namespace level ends with a brace in the first column, as clang-format writes it."""
     wrong = []
     for path in NATIVE_FILES:
         begin = 0
@@ -185,7 +187,7 @@ def test_native_functions_are_short() -> None:
 
 
 def test_the_tour_walks_a_decode_layer() -> None:
-    """In at most eight hops from `forward_decode` to the queue and back, each by names that are where it says."""
+    """At most eight hops from `forward_decode` to the queue and back; each names symbols of the given file."""
     tour = (ROOT / "docs" / "dev" / "tour.md").read_text()
     walk = tour[tour.index("## One decode layer") :].split("\n## ")[0]
     hops = re.findall(r"^(\d)\. (.*?)(?=^\d\. |^\*\*|^$)", walk, re.M | re.S)

@@ -1,4 +1,4 @@
-"""tools/install.py, where it decides; that it installs is for `make` on a fresh machine."""
+"""Decisions of tools/install.py; `make` on a fresh machine shows that it installs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run under a sanitizer leaves in the results: every test and every report counts."""
+"""Results of a run under a sanitizer: every test and every report counts."""
 
 from __future__ import annotations
 

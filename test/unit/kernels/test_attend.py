@@ -31,7 +31,7 @@ from torch import Tensor
 
 
 def poisoned(tiles: Tensor, pages: Tensor, masks: Tensor | None = None) -> Tensor:
-    """The tiles with NaN in every token that nobody attends to."""
+    """The tiles with NaN in all tokens that no head attends to."""
     wanted = torch.zeros(len(tiles), 16, dtype=torch.bool)
     for i, page in enumerate(pages.tolist()):
         wanted[page] |= True if masks is None else reference.token_bits(masks)[:, i].any(dim=0)
@@ -88,7 +88,7 @@ def test_attend(isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D:
 def test_attend_to_capped_logits(
     isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D: int, G: int, n: int, cap: float, size: float
 ) -> None:
-    """However the heads are attended for, and whether the cap hardly bends a logit or holds nearly all of them."""
+    """All ways of attending, with caps that hardly bend a logit and caps that saturate nearly all."""
     style = data.draw(st.sampled_from(["every", "tokens", "mixed"]))
     torch.manual_seed(seed)
     q, tiles = (size * torch.randn(G, D)).to(dtype), random_tiles(16, D, dtype)
@@ -107,7 +107,7 @@ def test_attend_to_capped_logits(
 @isas
 @dtypes
 def test_capped_logits_of_what_is_no_number(isa: str, dtype: torch.dtype) -> None:
-    """Scores beyond float32 get the cap; a NaN stays one."""
+    """Scores beyond float32 get the cap; a NaN stays NaN."""
     q, tiles = torch.full((2, 32), 1e30).to(dtype), torch.zeros(2, 2, 16, 32, dtype=dtype)
     tiles[0, 0, 0], tiles[0, 0, 1], tiles[:, 1, :, 0] = 1e30, -1e30, 1.0
     o, lse, page_lse = torch.full((2, 32), NAN), torch.full((2,), NAN), torch.full((1, 2), NAN)
@@ -167,7 +167,8 @@ def test_a_nan_reaches_exactly_the_heads_that_attend_to_it(isa: str, dtype: torc
 @isas
 @dtypes
 def test_what_is_no_number_reaches_only_heads_that_read_its_page(isa: str, dtype: torch.dtype) -> None:
-    """Of many heads that want whole pages, where heads that do not may be multiplied with them all the same."""
+    """Among many heads, most read whole pages. The kernel may multiply heads that do not read a page along with
+    them."""
     for part, number in product([0, 1], [NAN, INF]):
         with case(part=part, number=number):
             tiles = random_tiles(3, 64, dtype)
@@ -184,15 +185,14 @@ def test_what_is_no_number_reaches_only_heads_that_read_its_page(isa: str, dtype
             o, lse, want, want_lse = o[~wanted], lse[~wanted], want[~wanted], want_lse[~wanted]
             assert error(o, want) < 2 * accuracy(isa, dtype, 40)
             torch.testing.assert_close(lse, want_lse)
-            # Where the ISA has a way of its own for many heads, it cannot go that way now:
-            # rounding tells which one was gone.
+            # If the ISA has a separate path for many heads, it cannot take it now; rounding shows which path ran.
             assert torch.equal(o, want) != (dtype == torch.bfloat16 and isa in ("avx512bf16", "amx"))
 
 
 @isas
 @dtypes
 def test_softmax_weights_to_a_few_ulp(isa: str, dtype: torch.dtype) -> None:
-    """One-hot values make the output the weights themselves: this is the accuracy of exp, 0 below e^-87."""
+    """One-hot values make the output equal the weights. This tests the accuracy of exp, which is 0 below e^-87."""
     tiles = torch.zeros(2, 2, 16, 32).to(dtype)
     tiles[:, 1, :, :16] = torch.eye(16).to(dtype)
     q = torch.zeros(1, 32).to(dtype)
@@ -216,7 +216,7 @@ def test_softmax_weights_to_a_few_ulp(isa: str, dtype: torch.dtype) -> None:
 def test_weights_sum_to_one(
     isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D: int, G: int, n: int
 ) -> None:
-    """Values that all tokens have come out as they are: weights are divided by the sum of what was used of them."""
+    """A value common to all tokens is the output: weights are divided by the sum of the weights used."""
     style = data.draw(st.sampled_from(["every", "tokens", "single", "pages", "prefix"]))
     torch.manual_seed(seed)
     q, tiles = torch.randn(G, D).to(dtype), random_tiles(16, D, dtype)
@@ -231,7 +231,7 @@ def test_weights_sum_to_one(
 @isas
 @dtypes
 def test_huge_scores(isa: str, dtype: torch.dtype) -> None:
-    """The largest score takes all, in whatever order the pages come, also when it overflows float32."""
+    """The largest score takes all attention, in any page order, also if it overflows float32."""
     for size, heads in product([1e2, 1e4, 1e10, 1e19, 3e38], [2, 40]):
         with case(size=size, heads=heads):
             for order in ([1, 2, 3], [3, 2, 1]):
@@ -267,7 +267,7 @@ def test_scores_of_minus_infinity_weigh_nothing(isa: str, dtype: torch.dtype, he
 @isas
 @dtypes
 def test_attend_over_a_long_list(isa: str, dtype: torch.dtype) -> None:
-    """Rounding must not pile up over a long list, nor where the maximum keeps rising."""
+    """Rounding errors must not accumulate over a long list, nor while the maximum rises."""
     tiles = random_tiles(600, 64, dtype)
     q = torch.randn(2, 64).to(dtype)
     pages = torch.randperm(600).to(torch.int32)
@@ -284,7 +284,7 @@ def test_attend_over_a_long_list(isa: str, dtype: torch.dtype) -> None:
 @few
 @given(data=st.data(), seed=seeds, D=head_dims, n=st.integers(1, 40))
 def test_attend_for_many_heads(isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D: int, n: int) -> None:
-    """Heads of several requests in one call, most of which want nothing of a page or all of it."""
+    """Heads of several requests in one call; most read nothing or all of a page."""
     G = data.draw(st.sampled_from([17, 24, 28, 32, 63, 64]))
     group = data.draw(st.sampled_from([1, 4, 7, 8]))
     style = data.draw(st.sampled_from(["every", "by request", "mixed"]))
@@ -309,7 +309,7 @@ def test_attend_for_many_heads(isa: str, dtype: torch.dtype, data: st.DataObject
 @few
 @given(data=st.data(), seed=seeds, D=head_dims, G=st.integers(1, 16) | st.sampled_from([30, 64]), n=st.integers(0, 20))
 def test_attend_pages(isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D: int, G: int, n: int) -> None:
-    """The same bits as attend, and what every page weighs."""
+    """The output equals attend's bit for bit, and each page has its weight."""
     style = data.draw(st.sampled_from(["every", "tokens", "single", "pages", "mixed"]))
     torch.manual_seed(seed)
     q, tiles = torch.randn(G, D).to(dtype), random_tiles(16, D, dtype)
@@ -332,8 +332,8 @@ def test_attend_pages(isa: str, dtype: torch.dtype, data: st.DataObject, seed: i
 @dtypes
 @pytest.mark.parametrize("G", [1, 4])
 def test_how_lines_are_fetched_changes_no_bit(isa: str, dtype: torch.dtype, G: int) -> None:
-    """Lists of several turns, in which the kernel tries every pace, on an ISA that has some (csrc/kernels/throttle.h),
-    beside tiles in a cache, which have none."""
+    """Lists of several turns, in which the kernel tries every prefetch pace, on an ISA that has some
+    (csrc/kernels/throttle.h), beside tiles in a cache, without pacing."""
     n = 203
     q, tiles = torch.randn(G, 128).to(dtype), random_tiles(n, 128, dtype)
     pages = torch.randperm(n).to(torch.int32)
@@ -353,7 +353,7 @@ def test_how_lines_are_fetched_changes_no_bit(isa: str, dtype: torch.dtype, G: i
 @isas
 @dtypes
 def test_pages_that_weigh_next_to_nothing(isa: str, dtype: torch.dtype) -> None:
-    """Beside a heavy page before them they may weigh nothing, beside one after them they do not."""
+    """Such pages may get no weight beside a heavier page before them, but not beside one after them."""
     tiles = torch.zeros(3, 2, 16, 32).to(dtype)
     tiles[1:, 0, :, 0] = torch.tensor([[0.0], [200.0]])
     q = torch.zeros(1, 32).to(dtype)

@@ -1,4 +1,4 @@
-"""Layers with a state a request, on every ISA, against torch in float64 and one token at a time."""
+"""Layers with a state per request, on every ISA, against torch in float64, one token at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unit_of(dtype: torch.dtype) -> float:
 
 
 def placed(counts: list[int], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """First rows of requests with that many tokens, and their slots among two more, in any order."""
+    """First rows of requests with these numbers of tokens, and their slots in any order among two more."""
     starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return starts, torch.randperm(len(counts) + 2, generator=generator)[: len(counts)].int()
 
@@ -100,7 +100,7 @@ def problem(
 
 
 def exactly(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and states in float64, by the definition."""
+    """Output and states in float64, from the definition."""
     states = p.states.double()
     heads, values, keys = states.shape[1:]
     q, k = (x.double().unflatten(1, (x.shape[1] // keys, keys)) for x in (p.q, p.k))
@@ -137,7 +137,7 @@ def test_delta_rule(isa: str, **shape: object) -> None:
     others = [slot for slot in range(len(p.states)) if slot not in p.slots.tolist()]
     before = p.states[others].clone()
     out = p.run(NativeLayers(WORKERS, isa))
-    # Errors of single steps decay as the state does; each is a few roundings of numbers up to 10 or so.
+    # Errors of single steps decay with the state; each is a few roundings of numbers up to about 10.
     assert torch.allclose(p.states.double(), states, rtol=1e-4, atol=1e-4)
     assert torch.allclose(out.double(), want, rtol=2 * unit_of(out.dtype), atol=1e-4)
     assert torch.equal(p.states[others], before)
@@ -147,7 +147,7 @@ def test_delta_rule(isa: str, **shape: object) -> None:
 @own_isas
 @given(**shapes, cut=st.floats(0, 1))
 def test_tokens_may_be_divided_among_calls(isa: str, cut: float, **shape: object) -> None:
-    """Output and states are the same to the bit, and a snapshot is the state that the first call left."""
+    """Output and states are equal bit for bit, and a snapshot is the state after the first call."""
     whole, parts = problem(**shape), problem(**shape)  # type: ignore[arg-type]
     layers = NativeLayers(WORKERS, isa)
     count = whole.starts.diff()

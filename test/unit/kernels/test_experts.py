@@ -1,4 +1,4 @@
-"""Mixtures of experts on every ISA, against torch in float64 and against one linear layer after the other."""
+"""Mixtures of experts on every ISA, against torch in float64 and against separate linear layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ forms = st.one_of(st.none(), st.sampled_from(FORMATS))
 
 
 class Experts(NamedTuple):
-    """Weights as the kernels take them and in float64; quantised where there are formats."""
+    """Weights in kernel format and in float64; quantised if formats are given."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -67,7 +67,7 @@ def biased(of: Experts, clamped: tuple[float, float] | None, seed: int) -> Exper
 
 
 def smaller(weight: Quantised, inputs: int) -> Quantised:
-    """The same with weights of about 1 / sqrt(inputs)."""
+    """The same weights, scaled to about 1 / sqrt(inputs)."""
     factor = 2.0 ** -round(math.log2(inputs) / 2 + (6 if weight.format.bits == 8 else 3))
     least = None if weight.minima is None else weight.minima * factor
     return Quantised(weight.integers, weight.scales * factor, least, weight.format)
@@ -81,7 +81,7 @@ def chosen(rows: int, k: int, count: int, seed: int, repeat: bool = False) -> Ch
 
 
 def exactly(x: torch.Tensor, choice: Choice, of: Experts, gelu: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result in float64, and what its rounding errors are a fraction of."""
+    """The result in float64, and the magnitude to which its rounding errors are relative."""
     act = (lambda g: F.gelu(g, approximate="tanh")) if gelu else F.silu
     bias, down_bias = (
         (part.double() for part in of.biases)
@@ -108,7 +108,7 @@ def exactly(x: torch.Tensor, choice: Choice, of: Experts, gelu: bool) -> tuple[t
 
 
 def one_by_one(layers: NativeLayers, x: torch.Tensor, choice: Choice, of: Experts, gelu: bool) -> torch.Tensor:
-    """The same by linear layers: every row and every choice of it alone, experts in the order of their numbers."""
+    """The same by linear layers: every row and expert separately, in ascending order of experts."""
     out = torch.empty_like(x)
     for row, (ids, weights) in enumerate(zip(*choice, strict=True)):
         total = torch.zeros(x.shape[1])
@@ -186,7 +186,7 @@ def test_experts(
 def test_a_row_does_not_depend_on_others(
     isa: str, dtype: torch.dtype, form: Format | None, clamped: tuple[float, float] | None
 ) -> None:
-    """The same bits, with any number of rows, of workers and of experts that others chose."""
+    """Equal bits for any number of rows, workers, and experts chosen by other rows."""
     of, layers = biased(made(16, 512, 96, dtype, form, 3), clamped, 3), NativeLayers(WORKERS, isa)
     x = torch.randn(700, 512, generator=torch.Generator().manual_seed(3)).to(dtype)
     choice = chosen(700, 4, 16, 5)

@@ -1,4 +1,4 @@
-"""The features of the predictor: the table, and the native kernel of every ISA against the reference in torch."""
+"""The features of the predictor: their table, and the native kernel of every ISA against the reference in torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAN, INF = math.nan, math.inf
 
 
 def make(seed: int, B: int, H: int, G: int, D: int, dtype: torch.dtype, lengths: list[int]) -> dict[str, Any]:
-    """Arguments of a call, with more anchor rows than requests and NaN in those that nobody has."""
+    """Arguments of a call, with more anchor rows than requests and NaN in unused rows."""
     random = torch.Generator().manual_seed(seed)
 
     def randn(*size: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def make(seed: int, B: int, H: int, G: int, D: int, dtype: torch.dtype, lengths:
     for tensor in (anchor, anchor_q, mean_k):
         tensor[unused] = NAN
     return {
-        # Rows of one fused projection, as a model gives them.
+        # Rows of one fused projection, as in a model.
         "q": randn(B, H * G + 2 * H, D).to(dtype)[:, : H * G],
         "parts": parts,
         "rows": chosen.to(torch.int32),
@@ -59,7 +59,7 @@ def make(seed: int, B: int, H: int, G: int, D: int, dtype: torch.dtype, lengths:
 
 
 def check(args: dict[str, Any]) -> torch.Tensor:
-    """Every ISA gives the reference's numbers, and all the same bits; returns them."""
+    """Every ISA matches the reference, and all give equal bits, which are returned."""
     want = torch.full_like(args["out"], NAN)
     decode_features(**{**args, "out": want})
     outs = []
@@ -111,7 +111,7 @@ def test_the_kernel_is_the_reference(
 
 
 def test_what_the_numbers_are() -> None:
-    """One head by hand: q = 3 e0, q' = 2 (e0 + e1), mean key = 4 e0 + 5 e1, 672 tokens in the middle."""
+    """One head, computed by hand: q = 3 e0, q' = 2 (e0 + e1), mean key = 4 e0 + 5 e1, 672 tokens in the middle."""
     args = make(0, 1, 1, 2, 32, torch.float32, [1000])
     row = int(args["rows"][0])
     for name in ("q", "anchor_q", "mean_k"):
@@ -131,7 +131,7 @@ def test_what_the_numbers_are() -> None:
         "q_mean_k": 4 * 0.5,
         "lse_sink": EMPTY_LSE,
         "lse_cpu": math.log(672) + 3 * 2 + 0.5 * 9 * 0.25,
-        "lse_local": -40,  # a true one, however small, stays
+        "lse_local": -40,  # a real value, however small, stays
         "o_sink_norm": 0,
         "o_local_norm": 6,
         "q_norm": 3,
@@ -145,7 +145,7 @@ def test_what_the_numbers_are() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ranks_number_their_heads_as_the_whole_model_does(dtype: torch.dtype) -> None:
-    """Two halves of the heads are the rows of all heads, but for what depends on the other heads."""
+    """Two halves of the heads equal the rows of all heads, except for features that depend on the other heads."""
     whole = make(3, 2, 4, 2, 64, dtype, [1000, 5000])
     want = check(whole)
     halves = []
@@ -167,7 +167,7 @@ def test_ranks_number_their_heads_as_the_whole_model_does(dtype: torch.dtype) ->
 
 
 def test_an_empty_middle_has_no_statistics() -> None:
-    """Whatever stands in its mean."""
+    """Whatever its mean holds."""
     args = make(1, 2, 2, 2, 32, torch.float32, [335, 336])
     out = check(args)
     none, some = out[0, 0], out[1, 0]

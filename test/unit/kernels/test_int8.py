@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: what is stored, and every kernel over it, on every ISA this CPU has."""
+"""Keys and values in 8 bits: the storage format, and every kernel over it, on every ISA of this CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tiles_of(P: int, D: int, size: float = 1.0) -> Tensor:
 
 
 def poison(packed: Tensor, D: int, wanted: Tensor) -> Tensor:
-    """Anything in the tokens that nobody wants, [P, 16] bool, "no number" included."""
+    """Random bytes, including NaN, in the tokens outside `wanted`, [P, 16] bool."""
     rows = wanted[:, None, :].expand(-1, 2, -1).flatten(1)
     kept = bytes_of_rows(rows, D)
     noise = torch.randint(0, 256, packed.shape, dtype=torch.uint8)
@@ -53,8 +53,8 @@ def wanted_by(masks: Tensor | None, pages: Tensor, P: int) -> Tensor:
 def check(
     o: Tensor, lse: Tensor, q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor | None, rough: float
 ) -> None:
-    """As attention over what is stored, of queries as integers, and of weights rounded with the scales of their values;
-    or as over its bfloat16, which may lose `rough`."""
+    """Compare with attention over the stored values, with integer queries and with weights rounded with the scales of
+    their values; or over their bfloat16, with an error up to `rough`."""
 
     def fits(q: Tensor, tiles: Tensor, slack: Tensor) -> bool:
         want_o, want_lse = reference.attend(q, scale, tiles, pages, masks)
@@ -65,14 +65,14 @@ def check(
     fine = 2.0**-13 * tiles[pages.long(), 1].double().norm(dim=-1).max()
     q_integers, exact = multiplied_queries(q), tiles.double()
     room = rounding_of_weights(q_integers, scale, exact, pages, masks)
-    # Where some heads, or some pages, are multiplied in bfloat16, others need not be.
+    # If some heads or pages are multiplied in bfloat16, others need not be.
     both = fine + room if rough > 1e-5 else fine
     assert fits(q_integers, exact, room) or fits(q, tiles.to(BF16), both)
 
 
 def rounding_of_weights(q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor | None) -> Tensor:
-    """[G]: how far outputs may be off where each product of a weight and a scale is off by 1/510 of a head's largest,
-    to either side as chance has it: more than three times what is usual."""
+    """[G]: bound of the outputs' error if each product of a weight and a scale is off by a random amount up to 1/510 of
+    the head's largest one; more than three times the usual error."""
     keys, values = (part.flatten(0, 1) for part in tiles[pages.long()].unbind(1))
     logits = q @ keys.T * scale
     if masks is not None:
@@ -118,8 +118,8 @@ def test_a_token_is_stored_and_read_as_the_reference_says(isa: str, data: st.Dat
 
 @pytest.mark.parametrize("D", range(32, 257, 16))
 def test_what_was_read_is_stored_as_it_is(D: int) -> None:
-    """So a token may be copied through bfloat16 any number of times; and numbers lose half a 127th of the largest one,
-    and what bfloat16 takes."""
+    """A token can be copied through bfloat16 any number of times. Storing loses half a 127th of the largest element,
+    and bfloat16's rounding."""
     x = torch.randn(500, D).to(BF16)
     once = stored(x)
     assert torch.equal(stored(once), once)
@@ -213,7 +213,7 @@ def test_a_token_of_no_numbers_reaches_exactly_the_heads_that_attend_to_it(isa: 
 
 @isas
 def test_a_value_of_no_numbers_counts_where_its_weight_is_nothing(isa: str) -> None:
-    """0 times infinity is no number, whatever multiplies it."""
+    """0 times infinity is NaN in every kernel."""
     tiles = torch.zeros(1, 2, 16, 64)
     tiles[0, 0, 5], tiles[0, 1, 3, 40] = 100.0, NAN
     o, lse = attend(isa, torch.ones(3, 64).to(BF16), 1.0, pack_tiles(tiles.to(BF16)), torch.zeros(1, dtype=torch.int32))
@@ -238,9 +238,10 @@ def test_values_of_any_size(isa: str) -> None:
     seed=seeds, D=st.sampled_from([32, 64, 80, 128, 256]), G=st.integers(1, 16), steep=st.sampled_from([0.0, 1.0, 6.0])
 )
 def test_weights_become_integers_of_8_bits(isa: str, seed: int, D: int, G: int, steep: float) -> None:
-    """Times the scales of values, of the largest such product in a tile. The sum of weights is what it was."""
+    """Weights times the scales of values, relative to the largest such product in a tile. The sum of the weights stays
+    exact."""
     torch.manual_seed(seed)
-    G = min(G, 4) if isa == "amx" else G  # more are multiplied in bfloat16
+    G = min(G, 4) if isa == "amx" else G  # more heads are multiplied in bfloat16
     packed, q, scale = tiles_of(1, D), torch.randn(G, D).to(BF16), steep / D
     keys, values = unpack_tiles(packed, D)[0].double()
     scales = packed[0, 32 * D :].view(BF16)[16:].double()
@@ -248,7 +249,7 @@ def test_weights_become_integers_of_8_bits(isa: str, seed: int, D: int, G: int, 
     unit = (weights * scales).amax(-1, keepdim=True) / 255
     exact, integers = weights * scales / unit, values / scales[:, None]
     o, _ = attend(isa, q, scale, packed, torch.zeros(1, dtype=torch.int32))
-    halves = (exact - exact.floor() - 0.5).abs() < 4e-3  # which may fall to either side
+    halves = (exact - exact.floor() - 0.5).abs() < 4e-3  # these may round to either side
     slack = ((halves + 1e-3) * integers.norm(dim=-1)).sum(-1) * unit[:, 0]
     assert ((o.double() - exact.round() * unit @ integers).norm(dim=-1) <= slack).all()
 
@@ -256,7 +257,7 @@ def test_weights_become_integers_of_8_bits(isa: str, seed: int, D: int, G: int, 
 @isas
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_integers_fit(isa: str, sign: int) -> None:
-    """Of the largest head dimension, where all products of a row have one sign."""
+    """For the largest head dimension, with products of one sign in each row."""
     tiles = torch.zeros(2, 2, 16, 256)
     tiles[:, 0], tiles[:, 1] = 127.0, 127.0
     q = torch.full((4, 256), float(sign)).to(BF16)
@@ -268,7 +269,7 @@ def test_the_largest_integers_fit(isa: str, sign: int) -> None:
 @isas
 @pytest.mark.parametrize("D", HEAD_DIMS)
 def test_whatever_else_reads_tiles_does_as_with_bfloat16(isa: str, D: int) -> None:
-    """Bit for bit, of what is stored as it is rounded."""
+    """Bit for bit equal to bfloat16 tiles with the stored values rounded."""
     torch.manual_seed(D)
     packed = tiles_of(12, D)
     exact = unpack_tiles(packed, D)
@@ -334,7 +335,7 @@ def test_the_pool_reads_what_it_stored_wherever_it_is_read() -> None:
 
 @pytest.mark.parametrize("dim", [48, 64])
 def test_every_byte_of_a_tile_is_watched(dim: int) -> None:
-    """Scales, too: by a canary, which sums up what should be stored."""
+    """The canary also covers scales; its sums cover the bytes that should be stored."""
     world = NativeWorld(canary=1.0, dtype=INT8, heads=1, dim=dim)
     request = world.add(300)
     page = request.pages[7]
@@ -363,7 +364,7 @@ def test_only_bfloat16_is_read() -> None:
 
 @pytest.mark.parametrize("isa", OWN_ISAS)
 def test_one_token_more_is_the_same_whoever_wrote_the_page(isa: str) -> None:
-    """A decoded token and an appended one are stored alike, in the pool and in the window."""
+    """A decoded and an appended token are stored identically, in the pool and in the window."""
     one, other = (NativeWorld(isa=isa, dtype=INT8, seed=3) for _ in range(2))
     short = one.add(299)
     one.begin_step([short])
@@ -375,7 +376,7 @@ def test_one_token_more_is_the_same_whoever_wrote_the_page(isa: str) -> None:
     pages = [torch.tensor(r.pages, dtype=torch.int32) for r in (short, longer)]
     keys = [w.pool.gather(0, p)[0][:, :300] for w, p in zip((one, other), pages, strict=True)]
     assert torch.equal(*keys)
-    # The window that decoding wrote is the one that a refill would write.
+    # The window after decoding equals a refilled one.
     written = one.windows[0].clone()
     one.windows[0].fill_(NAN)
     one.pool.fill_window(0, one.windows[0], short.row, 300, pages[0], 32, 48)

@@ -1,4 +1,4 @@
-"""Every kernel of every ISA this CPU has, but for attention, for both KV dtypes, against reference.py."""
+"""Every kernel except attention, on every ISA of this CPU, for both KV dtypes, against reference.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmark.probe import library
 
 # ---- score
 
-# Long lists are divided so that no two parts are at the same place of a page: 256 to 260 entries, and so on.
+# Long lists are divided such that no two parts start at the same place of a page: 256 to 260 entries, and so on.
 long_lists = st.sampled_from([252, 253, 256, 257, 260, 512, 1000, 1023, 1024])
 
 
@@ -45,7 +45,7 @@ def test_score(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int, 
     k("score")(isa, q, entries, index, spread, out)
 
     size = (q.double().abs().sum(dim=1, keepdim=True) * 4).clamp(min=1e-30)
-    # The weights (1 +- spread) q / 2 are rounded to bf16; without a spread they are q and 0.
+    # The weights (1 +- spread) q / 2 are rounded to bf16; with spread 1 they are exactly q and 0.
     rounding = 1e-5 if dtype == torch.float32 or spread == 1 else 2.0**-8
     assert (((out.double() - reference.score(q, entries, index, spread)) / size).abs() < rounding).all()
     if spread < 1:
@@ -61,7 +61,7 @@ def test_score(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int, 
 def test_a_score_depends_on_its_head_and_entry_alone(
     isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int, part: int
 ) -> None:
-    """Bit for bit the same, wherever in a list, run or not, and in whatever company."""
+    """Equal bits at any place in a list, consecutive or not, with any other heads and entries."""
     torch.manual_seed(seed)
     entries = torch.randn(n, 2, D).to(dtype)
     q = torch.randn(G, D).to(dtype)
@@ -75,7 +75,7 @@ def test_a_score_depends_on_its_head_and_entry_alone(
 @isas
 @dtypes
 def test_how_entries_are_fetched_changes_no_bit(isa: str, dtype: torch.dtype) -> None:
-    """A list of several turns, in which the kernel tries every pace on an ISA that has some (throttle.h)."""
+    """A list of several turns, in which the kernel tries every prefetch pace on an ISA that has some (throttle.h)."""
     for G in [1, 4, 8]:
         with case(G=G):
             n = 3000
@@ -145,7 +145,7 @@ def scores_of(n: int) -> dict[str, Tensor]:
         "nothing": torch.where(torch.rand(n) < 0.5, NAN, -INF),
         "one": torch.full((n,), -INF).index_fill(0, torch.tensor([n // 2]), 1.0),
         "narrow": (torch.randint(0, 5000, (n,)).to(torch.int32) + 0x3F800000).view(torch.float32),
-        # Neighbours are alike, so the largest may share few groups; ties at the largest number there is.
+        # Neighbours are similar, so few groups may hold the largest; ties at the largest finite number.
         "sorted": torch.randn(n).sort().values,
         "infinite": torch.tensor([INF, NAN, 0.0, -0.0, -INF])[torch.randint(0, 5, (n,))],
     }
@@ -169,7 +169,7 @@ def test_select_of_many(isa: str) -> None:
 @few
 @given(seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(0, 70))
 def test_score_rows(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int) -> None:
-    """Tokens in any order, also more than once; no other token is read, and nothing past the end written."""
+    """Tokens in any order, also repeated; no other token is read, and nothing is written past the end."""
     torch.manual_seed(seed)
     tiles = random_tiles(6, D, dtype)
     tokens = torch.randint(0, 6 * 16, (n,), dtype=torch.int32)
@@ -272,8 +272,8 @@ def test_add_weights(isa: str, seed: int, n: int, size: float, keep: float, take
 def test_block_mass_of_bounds_is_an_upper_bound(
     isa: str, dtype: torch.dtype, seed: int, D: int, n: int, size: float, read: float, cap: float
 ) -> None:
-    """The attention to the chosen blocks and to the others is at most what their bounds weigh, and so is the share left
-    out, of what is known of the whole."""
+    """The attention to the chosen blocks and to the others is at most the weight of their bounds. The same holds for
+    the share left out, relative to the known total."""
     torch.manual_seed(seed)
     keys, q, scale = torch.randn(n, 16, D).to(dtype), (size * torch.randn(1, D)).to(dtype), 1 / math.sqrt(D)
     entries = torch.stack([reference.page_minmax(keys[i : i + 1]) for i in range(n)])
@@ -356,7 +356,7 @@ def test_merge_state(isa: str, dtype: torch.dtype, seed: int, D: int, lse_a: flo
 def test_merge_state_rounds_as_torch_does(isa: str, dtype: torch.dtype) -> None:
     o = torch.randint(-(2**31), 2**31, (200, 64)).to(torch.int32).view(torch.float32)
     o[0, :4] = torch.tensor([NAN, INF, -INF, -NAN])
-    # A NaN of low bits only, which must not round to an infinity; halfway cases, to even in both directions.
+    # A NaN with only low bits, which must not round to infinity; and halfway cases, rounded to even in both directions.
     o[1, :3] = torch.tensor([0x7F800001, 0x3F808000, 0x3F818000], dtype=torch.int32).view(torch.float32)
     for row in o:
         out = torch.zeros(64).to(dtype)
@@ -389,7 +389,7 @@ def test_isas() -> None:
     vectors = [isa for isa in OWN_ISAS if isa != "amx"]
     if "avx512" in OWN_ISAS and "avx512bf16" in OWN_ISAS:
         assert vectors[-2:] == (["avx512bf16", "avx512"] if "GenuineIntel" in facts else ["avx512", "avx512bf16"])
-    # A kernel or a sandbox may keep a process from a unit that the CPU has.
+    # A kernel or a sandbox may block a unit that the CPU has.
     assert vectors == OWN_ISAS or (OWN_ISAS[-1] == "amx" and " amx_bf16" in facts)
 
 

@@ -1,4 +1,4 @@
-"""Layers of the model on every ISA, against torch in float64."""
+"""Linear layers, norms and activations on every ISA, against torch in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ rows = st.one_of(st.integers(1, 18))
 
 
 def error_bound(x: torch.Tensor, w: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Of sums in float32 in any order, rounded once; instructions may take denormals for zero."""
+    """Bound for float32 sums in any order, rounded once; instructions may flush denormals to zero."""
     sums = (x.double().abs() @ w.double().abs().T) * (x.shape[1] + 8) * 2.0**-24
     unit = 2.0**-8 if x.dtype == torch.bfloat16 else 2.0**-23
     return sums + want.abs() * unit + 1e-30
@@ -56,7 +56,7 @@ def test_linear(isa: str, dtype: torch.dtype, m: int, k: int, n: int, gap: int, 
 @dtypes
 @pytest.mark.parametrize(("n", "k"), [(2816, 1024), (1024, 2816), (700, 4096)])
 def test_a_row_does_not_depend_on_others(isa: str, dtype: torch.dtype, n: int, k: int) -> None:
-    """Nor on who computes it: the same bits alone, in a batch of any size, and with any number of workers."""
+    """Rows are equal bit for bit alone, in a batch of any size, and with any number of workers."""
     generator = torch.Generator().manual_seed(n)
     x, w = torch.randn(13, k, generator=generator).to(dtype), torch.randn(n, k, generator=generator).to(dtype)
     layers = NativeLayers(WORKERS, isa)
@@ -78,7 +78,7 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, dtype: torch.dtype) -> No
 
 
 def ulps(dtype: torch.dtype, n: float) -> float:
-    """Relative error of a result that is n roundings of dtype off."""
+    """Relative error of a result after n roundings in dtype."""
     return n * (2.0**-8 if dtype == torch.bfloat16 else 2.0**-23)
 
 
@@ -121,13 +121,13 @@ def test_norm(isa: str, dtype: torch.dtype, m: int, n: int, gap: int, scale: flo
 def test_gate_mul(isa: str, dtype: torch.dtype, m: int, n: int, gap: int, scale: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = strided(generator, m, 2 * n, gap, dtype) * scale
-    x[0, 0] = -200  # where a power of the wrong sign would overflow; below -87 the power is 0
+    x[0, 0] = -200  # here a power of the wrong sign would overflow; below -87 the power is 0
     want = torch.nn.functional.silu(x[:, :n].double()) * x[:, n:].double()
     layers = NativeLayers(WORKERS, isa)
     torch.testing.assert_close(layers.gate_mul(x).double(), want, rtol=ulps(dtype, 8), atol=1e-33)
     want = torch.nn.functional.gelu(x[:, :n].double(), approximate="tanh") * x[:, n:].double()
     got = layers.gate_mul(x, gelu=True).double()
-    # Far below 0 a GELU is the difference of almost equal numbers, of which little is right in float32.
+    # Far below 0 a GELU is the difference of nearly equal numbers, so float32 has few correct digits.
     close = (got - want).abs() <= ulps(dtype, 16) * want.abs() + 2e-6 * x[:, n:].double().abs()
     assert close.all()
 
@@ -140,7 +140,7 @@ def test_silu_of_what_is_no_number() -> None:
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, halves: bool) -> torch.Tensor:
-    """As SGLang computes it: every product and sum rounded to the dtype."""
+    """RoPE as SGLang computes it: every product and sum is rounded to the dtype."""
     a, b = x.chunk(2, -1) if halves else (x[..., ::2], x[..., 1::2])
     parts = (a * cos - b * sin, b * cos + a * sin)
     return torch.cat(parts, -1) if halves else torch.stack(parts, -1).flatten(-2)
@@ -173,7 +173,7 @@ def test_rope_has_the_bits_of_torch(
 
 
 def test_many_rows_are_divided() -> None:
-    """As in prefill: what each row gets does not depend on how many there are."""
+    """As in prefill: a row's result does not depend on the number of rows."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(700, 1024, generator=generator), torch.randn(512, generator=generator)
     layers, one = NativeLayers(WORKERS), NativeLayers(Workers(1))
@@ -193,7 +193,7 @@ inputs = st.sampled_from([32, 64, 480, 512, 544, 1024, 1056, 2048, 2272])
 
 
 def bits(generator: torch.Generator, *size: int) -> torch.Tensor:
-    """Any bfloat16 numbers, infinities and NaN included: they compare as integers."""
+    """Any bfloat16 bit patterns, including infinities and NaN; compared as integers."""
     return torch.randint(-(2**15), 2**15, size, generator=generator, dtype=torch.int16).view(torch.bfloat16)
 
 
@@ -223,7 +223,7 @@ def test_packed_weights_come_back(isa: str, n: int, k: int, seed: int) -> None:
 
 @packing_isas
 def test_panels_are_packed_by_themselves(isa: str) -> None:
-    """Some of a weight's can be unpacked without the others; whoever packs them, they are the same."""
+    """Panels can be unpacked separately; packing is the same with any number of workers."""
     layers, one = NativeLayers(WORKERS, isa), NativeLayers(Workers(1), isa)
     weights = bits(torch.Generator().manual_seed(0), 5 * layers.panel + 7, 1056)
     packed, part = weights.clone(), slice(2 * layers.panel, 4 * layers.panel)
@@ -255,7 +255,7 @@ def test_packed_weights_give_the_same_bits(isa: str, m: int, n: int, k: int, gap
 @packing_isas
 @pytest.mark.parametrize(("n", "k"), [(1000, 4096), (130, 14336)])
 def test_large_packed_layers_give_the_same_bits(isa: str, n: int, k: int) -> None:
-    """With every number of rows that the kernels treat in another way, and of workers."""
+    """For every number of rows that the kernels treat differently, and any number of workers."""
     generator = torch.Generator().manual_seed(n)
     x, w = (torch.randn(count, k, generator=generator).to(torch.bfloat16) for count in (40, n))
     layers, one = NativeLayers(WORKERS, isa), NativeLayers(Workers(1), isa)
@@ -286,7 +286,8 @@ def test_a_program_looks_up_the_order_when_it_runs(isa: str) -> None:
 @own_isas
 @dtypes
 def test_what_gains_from_being_packed(isa: str, dtype: torch.dtype) -> None:
-    """Only what eight rows of x are too large for the nearest cache with, on an ISA with registers enough."""
+    """Only weights with inputs so wide that eight rows of x exceed the nearest cache, on an ISA with panels, in
+    bfloat16."""
     layers = NativeLayers(WORKERS, isa)
     packs = bool(layers.panel) and dtype == torch.bfloat16
     assert layers.gains_from_packing(torch.empty(100, 1 << 16, dtype=dtype)) == packs
@@ -322,7 +323,7 @@ def test_bad_arguments_of_packing(isa: str) -> None:
 
 
 def test_bad_arguments() -> None:
-    """Those that do not go together; others are test_arguments.py's."""
+    """Combinations that do not fit; test_arguments.py tests single arguments."""
     layers = NativeLayers(WORKERS)
     x, w, table = torch.zeros(2, 16), torch.zeros(4, 16), torch.ones(4, 8)
     assert layers.linear(x[:0], w).shape == (0, 4)
@@ -337,7 +338,7 @@ def test_bad_arguments() -> None:
 
 
 def test_a_program_computes_its_layers_again() -> None:
-    """Of what its tensors hold then; any stretch of them."""
+    """It uses the current contents of its tensors, for any range of its layers."""
     layers = NativeLayers(WORKERS)
     program = NativeProgram(layers)
     x, w, h, out = torch.randn(2, 16), torch.randn(32, 16), torch.empty(2, 32), torch.empty(2, 16)
@@ -365,7 +366,7 @@ def test_a_program_takes_what_layers_take() -> None:
     assert len(program) == 0
     program.add("rope", positions, x, x, table, 8, True, torch.zeros(1, 16), torch.zeros(1, 16))
     program.run(0, 1)
-    positions.fill_(4)  # what is in a tensor counts when the layer is computed
+    positions.fill_(4)  # a tensor's contents count when the layer is computed
     with pytest.raises(IndexError, match="Position 4 is not among the 4"):
         program.run(0, 1)
 
@@ -374,7 +375,7 @@ MADV_NOHUGEPAGE, MADV_COLLAPSE = 15, 25
 
 
 def in_huge_pages(t: torch.Tensor) -> int:
-    """Bytes of the mappings that t lies in which are in huge pages."""
+    """Bytes in huge pages of the mappings that contain t."""
     inside, total = False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -401,7 +402,8 @@ def test_weights_move_into_huge_pages_and_stay_as_they_are() -> None:
 
 
 def test_weights_beside_what_stays_in_small_pages_move() -> None:
-    """The memory before and after them, in the same huge pages, may be a thread's stack, which the kernel refuses."""
+    """Memory before and after them, in the same huge pages, may be a thread's stack, which the kernel refuses to
+    collapse."""
     memory = mmap.mmap(-1, 8 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.bfloat16)
     start = -whole.data_ptr() % HUGE_PAGE

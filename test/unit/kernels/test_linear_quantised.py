@@ -20,7 +20,8 @@ outputs = st.one_of(st.integers(1, 60), st.sampled_from([127, 257, 700]))
 
 
 def bound(x: torch.Tensor, weight: Quantised, want: torch.Tensor) -> torch.Tensor:
-    """Beside that of sums: x loses 2^-16 of the largest of its block, and a minimum cancels what its scales add."""
+    """Bound in addition to that of sums: x loses 2^-16 of the largest element of its block, and minima cancel scaled
+    integers."""
     w = weight.wide().double().abs()
     most = x.double().abs().unflatten(1, (-1, BLOCK)).amax(-1, keepdim=True) * 2.0**-15
     span = w if weight.minima is None else w + 2 * weight.minima.double().abs().amax()
@@ -57,7 +58,7 @@ def test_linear_quantised(
 @dtypes
 @pytest.mark.parametrize("form", FORMATS[:2] + FORMATS[-2:])
 def test_a_row_does_not_depend_on_others(isa: str, dtype: torch.dtype, form: Format) -> None:
-    """The same bits, with any number of rows and of workers."""
+    """Equal bits for any number of rows and workers."""
     packed = pack(drawn(form, 700, 1024, 3))
     x, layers = torch.randn(20, 1024, generator=torch.Generator().manual_seed(3)).to(dtype), NativeLayers(WORKERS, isa)
     want = layers.linear_quantised(x, packed, form, outputs=700)

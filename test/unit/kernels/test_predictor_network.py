@@ -18,7 +18,7 @@ isas = pytest.mark.parametrize("isa", ISAS)
 
 
 def network(seed: int = 0) -> HeadPredictor:
-    """Random weights of the size that keeps activations alive, and a standardisation worth the name."""
+    """Random weights of a size that keeps activations alive, and a non-trivial standardisation."""
     random = torch.Generator().manual_seed(seed)
     made = HeadPredictor()
     with torch.no_grad():
@@ -31,12 +31,12 @@ def network(seed: int = 0) -> HeadPredictor:
 
 
 def features(rows: int, seed: int = 1) -> torch.Tensor:
-    """Features of which some lie beyond the clip."""
+    """Features, some of them beyond the clip."""
     return torch.randn(rows, COUNT, generator=torch.Generator().manual_seed(seed)) * 8
 
 
 def served(model: HeadPredictor, isa: str, x: torch.Tensor) -> torch.Tensor:
-    """What a model predicts with the roundings of an instruction set, else in float64. Leaves the model as it is."""
+    """Predictions with the roundings of an instruction set, else in float64. The model does not change."""
     rounds = isa == "avx512bf16"
     y = ((x.double() - model.mean) / model.std).clamp(-CLIP, CLIP)
     for layer in model.layers:
@@ -47,12 +47,12 @@ def served(model: HeadPredictor, isa: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def close(got: torch.Tensor, want: torch.Tensor, isa: str) -> None:
-    # A float32 sum may be rounded to another bfloat16 than the exact one.
+    # A float32 sum may round to another bfloat16 than the exact one.
     torch.testing.assert_close(got.double(), want, atol=2e-2 if isa == "avx512bf16" else 5e-4, rtol=5e-4)
 
 
 def run(native: NativePredictor, x: torch.Tensor, workers: Workers | None = None) -> torch.Tensor:
-    """Predictions, written between rows that must stay as they are."""
+    """Predictions, written between guard rows that must not change."""
     guarded = torch.full((len(x) + 2, 3), math.nan)
     guarded[0] = guarded[-1] = 7.0
     native.forward(x, guarded[1:-1], workers)
@@ -76,7 +76,8 @@ def test_forward_equals_torch(isa: str, rows: int) -> None:
 
 
 def test_rounding_changes_little() -> None:
-    """Of what float32 predicts, on the best instruction set; and nothing where the weights are rounded before."""
+    """Rounding changes float32 predictions little on the best instruction set, and not at all if the weights are
+    rounded before."""
     model, x = network(), features(1000)
     want = model(x).detach()
     got = run(NativePredictor(model), x)
@@ -106,7 +107,7 @@ def test_workers_change_no_bit(isa: str, count: int) -> None:
 
 @isas
 def test_every_output_counts(isa: str) -> None:
-    """One weight at a time, so that no input or output of a panel is another's."""
+    """Change one weight at a time, so that every input and output of a panel is distinguished."""
     x = features(3)
     for layer, out, inp in [(0, 271, 40), (0, 16, 0), (1, 239, 271), (2, 143, 239), (2, 15, 16), (3, 2, 143)]:
         model = network()
@@ -121,11 +122,11 @@ def test_every_output_counts(isa: str) -> None:
 
 @isas
 def test_extreme_features(isa: str) -> None:
-    """Infinities are clipped; a NaN reaches the predictions of its own row, where the selector reads everything."""
+    """Infinities are clipped. A NaN reaches only the predictions of its own row; the selector then reads everything."""
     model, x = network(), features(24)
     x[2, 5], x[3, 0], x[4, 40] = math.inf, -math.inf, 1e38
     want = served(model, isa, x)
-    x[7, 11] = math.nan  # row 15 and row 23 come to the same place after it
+    x[7, 11] = math.nan  # rows 15 and 23 take its place in the buffer later
     got = run(NativePredictor(model, isa), x)
     assert got[7].isnan().all()
     rest = torch.arange(24) != 7
@@ -134,7 +135,7 @@ def test_extreme_features(isa: str) -> None:
 
 @isas
 def test_layers_of_odd_widths(isa: str) -> None:
-    """A row of NaN leaves nothing for those that come to its place."""
+    """A row of NaN leaves no trace for rows that later take its place."""
     widths, random = (5, 33, 1, 3), torch.Generator().manual_seed(0)
     shapes = [shape for a, b in pairwise(widths) for shape in ((b, a), (b,))]
     parameters = [torch.randn(shape, generator=random) for shape in shapes]

@@ -1,4 +1,4 @@
-"""Attention of a prefill chunk: the kernel of every ISA this CPU has, and its division among workers."""
+"""Attention of a prefill chunk: the kernel of every ISA of this CPU, and its division among workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ NO_WINDOW = 2**31 - 1
 
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype, size: float = 1.0) -> bool:
-    """Weights of bfloat16 are rounded to it, by 2^-9 of each at most. What float32 loses grows with the scores."""
+    """Weights are rounded to bfloat16 with an error of at most 2^-9 each. The error of float32 grows with the
+    scores."""
     limit = 8e-3 if dtype == torch.bfloat16 else 2e-5 * max(size, 1.0)
     return error(got.flatten(0, -2), want.flatten(0, -2)) < limit
 
@@ -26,7 +27,7 @@ def check_lse(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 
 
 def poison_unseen(tiles: Tensor, pages: Tensor, seen: int) -> None:
-    """NaN wherever no query looks: in other tiles, and behind the last token."""
+    """NaN in all tokens that no query sees: in other tiles, and behind the last token."""
     there = torch.zeros(len(tiles), 16, dtype=torch.bool)
     for i, page in enumerate(pages.tolist()):
         there[page, : max(min(seen - 16 * i, 16), 0)] = True
@@ -41,7 +42,7 @@ def test_extend(isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D:
     T = data.draw(st.integers(1, 256 // G))
     n = data.draw(st.integers(1, 20))
     keys = data.draw(st.integers(16 * n - 15, 16 * n))
-    # From queries that see nothing to queries that see all there is.
+    # From queries that see nothing to queries that see everything.
     first = data.draw(st.sampled_from([keys - T, 0, -T // 2, -T - 3, keys, keys + 40]) | st.integers(-T, keys))
     window = data.draw(st.sampled_from([NO_WINDOW, 1, 16, 65]) | st.integers(1, keys + 50))
     torch.manual_seed(seed)
@@ -64,7 +65,7 @@ def test_extend(isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D:
 def test_extend_blocks(
     isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D: int, G: int, size: float
 ) -> None:
-    """What every 64 tokens weigh for a query, the last ones perhaps fewer."""
+    """Weight of every 64 tokens for a query; the last group may have fewer."""
     T, n = data.draw(st.integers(1, 40 // G or 1)), data.draw(st.integers(1, 20))
     keys = data.draw(st.integers(16 * n - 15, 16 * n))
     torch.manual_seed(seed)
@@ -83,7 +84,7 @@ def test_extend_blocks(
 @isas
 @dtypes
 def test_rising_scores_lose_nothing(isa: str, dtype: torch.dtype) -> None:
-    """Each key weighs more than all before it, then less."""
+    """Each key outweighs all before it, then the reverse."""
     D, T, n = 64, 40, 20
     torch.manual_seed(5)
     tiles, q = random_tiles(n, D, dtype), torch.ones(T, 2, D, dtype=dtype)
@@ -101,7 +102,7 @@ def test_rising_scores_lose_nothing(isa: str, dtype: torch.dtype) -> None:
 @isas
 @dtypes
 def test_what_is_no_number_stays_none(isa: str, dtype: torch.dtype) -> None:
-    """Queries that attend to a NaN say so; in float32, those before it are none the worse."""
+    """Queries that attend to a NaN output NaN; in float32, earlier queries are unaffected."""
     D, T = 64, 48
     torch.manual_seed(6)
     tiles, q = random_tiles(3, D, dtype), torch.randn(T, 1, D).to(dtype)
@@ -113,7 +114,7 @@ def test_what_is_no_number_stays_none(isa: str, dtype: torch.dtype) -> None:
 
 
 def chunk_world(workers: int, heads: int, D: int, dtype: torch.dtype, tokens: int) -> tuple[NativePool, Tensor]:
-    """A pool with a request of so many tokens, and its pages."""
+    """A pool with a request of `tokens` tokens, and its pages."""
     pool = NativePool(
         Workers(workers), layers=2, kv_heads=heads, pages=tokens // 16 + 40, head_dim=D, dtype=dtype, sink_pages=4
     )
@@ -137,7 +138,7 @@ def test_attend_chunk(
 ) -> None:
     torch.manual_seed(seed)
     pool, pages = chunk_world(workers, heads, D, dtype, max(start + count, 1))
-    fused = torch.randn(count, heads * group + 3, D).to(dtype)  # q as a part of more
+    fused = torch.randn(count, heads * group + 3, D).to(dtype)  # q is a slice of a wider tensor
     q, out = fused[:, : heads * group], torch.full((count, heads * group, D), NAN, dtype=dtype)
     if group > 256:
         with pytest.raises(ValueError, match="heads for the pool's"):
@@ -170,7 +171,7 @@ def test_windows_and_sinks(
     dtype: torch.dtype, seed: int, workers: int, heads: int, group: int, start: int, count: int, window: int | None,
     sinks: bool, budget: float,
 ) -> None:  # fmt: skip
-    """Attention of a layer that looks back so far, and of one with logits that have no value."""
+    """Attention of a layer with a window, and of one with attention sinks (logits without value)."""
     torch.manual_seed(seed)
     pool, pages = chunk_world(workers, heads, 32, dtype, start + count)
     q, out = torch.randn(count, heads * group, 32).to(dtype), torch.full((count, heads * group, 32), NAN, dtype=dtype)
@@ -200,7 +201,7 @@ def test_windows_and_sinks_that_cannot_be_are_refused() -> None:
 
 @dtypes
 def test_a_chunk_does_not_depend_on_how_it_is_divided(dtype: torch.dtype) -> None:
-    """Queries of a long request, at once or one by one, by one worker or by many."""
+    """Queries of a long request, together or one by one, with one or many workers."""
     torch.manual_seed(3)
     pool, pages = chunk_world(5, 1, 64, dtype, 9000)
     q = torch.randn(9, 4, 64).to(dtype)
@@ -247,7 +248,7 @@ def sparse_and_exact(
 def test_a_sparse_prefill(
     dtype: torch.dtype, seed: int, workers: int, heads: int, group: int, start: int, count: int, budget: float
 ) -> None:
-    """It reads no more than it may, and for the last tokens, and where little precedes, everything."""
+    """It reads at most its budget, and everything for the last tokens and for short prefixes."""
     torch.manual_seed(seed)
     pool, pages = chunk_world(workers, heads, 32, dtype, start + count)
     q = torch.randn(count, heads * group, 32).to(dtype)
@@ -257,7 +258,7 @@ def test_a_sparse_prefill(
     assert close(sparse[-256:], exact[-256:], dtype)
     before = start + count - 257
     if count > 512 and before > 2000:
-        # Sinks, the nearest tokens and the block itself come on top; the last tokens read all of it.
+        # Sinks, the nearest tokens and the block itself come on top; the last tokens read everything.
         dense = 512 / count
         assert read <= dense + (1 - dense) * (budget + (64 + 256 + 64 + 256) / start)
     if start + count <= 64 + 256:
@@ -268,7 +269,7 @@ def test_a_sparse_prefill(
 @dtypes
 @pytest.mark.parametrize("budget", [0.02, 0.1])
 def test_a_sparse_prefill_finds_what_matters(dtype: torch.dtype, budget: float) -> None:
-    """A few tokens far away have all the weight of the heads that look for them."""
+    """A few distant tokens have all the weight of the heads that look for them."""
     torch.manual_seed(11)
     pool, pages = chunk_world(2, 2, 64, dtype, 6000)
     k, v = torch.randn(2, 6000, 2, 64)
@@ -287,13 +288,13 @@ def test_a_sparse_prefill_finds_what_matters(dtype: torch.dtype, budget: float) 
 
 
 def test_a_sparse_prefill_samples_what_is_spread_evenly() -> None:
-    """Heads that look at everything alike get the mean of a sample from everywhere."""
+    """Heads with uniform attention get the mean of a sample from the whole prefix."""
     pool, pages = chunk_world(2, 1, 32, torch.float32, 8000)
     v = torch.linspace(0, 1, 8000)[:, None, None].expand(8000, 1, 32)
     pool.append(1, pages, 0, torch.zeros(8000, 1, 32), v.contiguous())
     read, sparse, exact = sparse_and_exact(pool, pages, 6000, torch.randn(2000, 2, 32), 0.25)
     assert read < 0.55
-    assert (sparse - exact).abs().max() < 0.1  # the nearest tokens count in full
+    assert (sparse - exact).abs().max() < 0.1  # the nearest tokens are read completely
 
 
 def test_a_sparse_prefill_hides_no_nan() -> None:

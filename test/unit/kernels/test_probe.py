@@ -1,4 +1,4 @@
-"""The probes read what they are told to, all of it and once, and their kernels are the kernels."""
+"""The probes read exactly the listed pieces, once each, and their kernels equal the engine's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sketches of keys: their kernels on every ISA, tasks that read by them, and the policy."""
+"""Sketches of keys: their kernels on every ISA, tasks that use them, and the policy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sketch_bytes(D: int) -> int:
 
 
 def sketch_of(isa: str, keys: Tensor) -> Tensor:
-    """Of keys [16, D]."""
+    """The sketch of keys [16, D]."""
     out = torch.full((sketch_bytes(keys.shape[1]),), 0xAA, dtype=torch.uint8)
     k("write_sketch")(isa, torch.stack([keys, torch.full_like(keys, NAN)]), keys.shape[1], out)
     return out
@@ -48,10 +48,10 @@ def scores_of(isa: str, q: Tensor, sketches: Tensor, pages: Tensor) -> Tensor:
 @few
 @given(seed=seeds, D=head_dims, size=st.sampled_from([1e-3, 1.0, 1e4]))
 def test_a_sketch_is_within_half_a_step(isa: str, dtype: torch.dtype, seed: int, D: int, size: float) -> None:
-    """Of every element of the rotated key, and a step is a fifteenth of the range."""
+    """Each element of the rotated key is within half a step; a step is a fifteenth of the range."""
     torch.manual_seed(seed)
     keys = (size * torch.randn(16, D)).to(dtype)
-    keys[3, 5] = 30 * size  # an element that stands out
+    keys[3, 5] = 30 * size  # an outlier
     sketch = sketch_of(isa, keys)
     assert torch.equal(sketch, sketch_of("scalar", keys)), "it is the same on every ISA"
     codes, scales = reference.unpacked(sketch, D)
@@ -96,7 +96,7 @@ def test_a_sketch_of_zeros_and_of_what_is_no_number(isa: str) -> None:
 @few
 @given(seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(0, 9))
 def test_scores_of_sketches(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int) -> None:
-    """Against the keys that the sketches stand for, within what the queries' 8 bits lose; what is not listed is not
+    """Compare with the keys that the sketches represent, up to the queries' 8-bit rounding; unlisted sketches are not
     read."""
     torch.manual_seed(seed)
     tiles = torch.randn(12, 16, D).to(dtype)
@@ -123,7 +123,7 @@ def skims_of(isa: str, q: Tensor, sketches: Tensor, pages: Tensor) -> tuple[Tens
 @few
 @given(seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(0, 40))
 def test_skims_of_sketches(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int) -> None:
-    """The best score of a page by the upper bits, and how far off it may be; what is not listed is not read."""
+    """The best score of a page by the upper bits, and its possible error; unlisted sketches are not read."""
     torch.manual_seed(seed)
     sketches = torch.stack([sketch_of(isa, keys) for keys in torch.randn(12, 16, D).to(dtype)])
     pages = torch.randint(0, 12, (n,), dtype=torch.int32)
@@ -192,7 +192,7 @@ def test_weigh(isa: str, seed: int, n: int, size: float, others: float, special:
     shares=st.lists(st.sampled_from([0.0, 1e-6, 0.01, 0.2, 0.9, 1.1]), min_size=1, max_size=3).map(sorted),
 )
 def test_light_bounds(isa: str, seed: int, n: int, size: float, shares: list[float]) -> None:
-    """What is lighter weighs at most what is allowed, and no bound is lower than the search must leave it."""
+    """Lighter tokens weigh at most the allowed amount, and the bound is close to the highest such bound."""
     torch.manual_seed(seed)
     weights = (size * torch.randn(16 * n)).clamp(max=0).exp()
     if n:
@@ -206,7 +206,7 @@ def test_light_bounds(isa: str, seed: int, n: int, size: float, shares: list[flo
         assert light <= most * (1 + 1e-4) + 1e-37 * len(weights)
         if bound > 1 or light > 0.89 * most:
             continue
-        # Eight halvings of its range, on a scale of logarithms: a bound that much higher would be too high.
+        # Eight halvings of the search range on a log scale: a bound higher by the remaining step would be too high.
         higher = bound * math.exp(math.log(2 * 16 * n / max(most, 1e-37 * 16 * n)) / 2**8)
         assert float(exact[exact < higher].sum()) >= most * (1 - 1e-4)
 
@@ -229,7 +229,7 @@ def test_mark_heavy(isa: str, seed: int, n: int, bound: float) -> None:
 @few
 @given(seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(0, 30), share=st.sampled_from([0.0, 0.1, 0.6, 1.0]))
 def test_add_values(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int, share: float) -> None:
-    """Of the tokens that masks name, and of nothing else."""
+    """Only the tokens in the masks are added."""
     torch.manual_seed(seed)
     tiles = torch.full((40, 2, 16, D), NAN, dtype=dtype)
     pages, at = torch.randperm(40, dtype=torch.int32)[:n], torch.randperm(n, dtype=torch.int32)
@@ -252,11 +252,11 @@ def test_add_values(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: 
 
 
 class Choice(NamedTuple):
-    """What a group [G, D] reads of a middle of L tokens."""
+    """What a group [G, D] reads of a middle with L tokens."""
 
     read: Tensor  # [L] bool
-    exact: Tensor  # those of them that are attended to exactly
-    about: Tensor  # [G, L], logits by the sketches; -inf on pages that were skimmed alone
+    exact: Tensor  # tokens with exact attention
+    about: Tensor  # [G, L], logits by the sketches; -inf on pages that were only skimmed
     tile_bytes: int
     metadata_bytes: int
 
@@ -265,7 +265,7 @@ class SketchWorld(NativeWorld):
     def attend(
         self, requests: list[Request], layer: int, left: float | Tensor, q: Tensor | None = None
     ) -> tuple[Tensor, Tensor, int]:
-        """A layer of the step: q, its output, and how many tasks it made."""
+        """Execute a layer of the step: q, its output, and the number of tasks."""
         batch = len(requests)
         k, v = (self.randn(batch, self.heads, self.dim) for _ in range(2))
         q = self.randn(batch, self.q_heads, self.dim) if q is None else q
@@ -279,7 +279,7 @@ class SketchWorld(NativeWorld):
         return q, out, tasks
 
     def chosen(self, request: Request, layer: int, q: Tensor, h: int, left: float) -> Choice:
-        """Of queries [G, D], in words of the kernels."""
+        """The choice for queries [G, D], computed by the kernels."""
         isa, sketches = self.pool.isa, self.pool.tensor("sketches", layer)[h].contiguous()
         first, count = self.placement.sink_pages, len(self.middle(request, layer)) // PAGE
         pages = torch.tensor(request.pages[first : first + count], dtype=torch.int32)
@@ -321,7 +321,7 @@ class SketchWorld(NativeWorld):
 
     @staticmethod
     def heavy(isa: str, weights: Tensor, allowed: Tensor) -> Tensor:
-        """[len(allowed), n] bool: the tokens that are not light."""
+        """[len(allowed), n] bool: tokens that are not light."""
         bounds = torch.empty(len(allowed))
         k("light_bounds")(isa, weights, allowed, bounds)
         return weights >= bounds[:, None]
@@ -336,7 +336,7 @@ class SketchWorld(NativeWorld):
         return float(attention(q, request.keys[layer][at, h], request.values[layer][at, h], self.scale)[1])
 
     def output(self, request: Request, layer: int, q: Tensor, h: int, choice: Choice) -> Tensor:
-        """[G, D] float64."""
+        """Expected output, [G, D] float64."""
         residents = self.residents(request, layer)
         middle = torch.tensor(self.middle(request, layer), dtype=torch.long)
         at = torch.cat([torch.tensor(residents), middle[choice.read]])
@@ -346,7 +346,7 @@ class SketchWorld(NativeWorld):
         return torch.cat([logits[:, : len(residents)], of_read], 1).softmax(1) @ values
 
     def unread(self, request: Request, layer: int, q: Tensor, h: int, read: set[int]) -> float:
-        """The largest share of its attention that a head leaves, by exact keys."""
+        """The largest share of attention that a head leaves unread, by exact keys."""
         n = request.keys[layer].shape[0]
         weights = (q.double() @ request.keys[layer][:, h].double().T * self.scale).softmax(1)
         rest = set(self.middle(request, layer)) - read
@@ -366,7 +366,7 @@ class SketchWorld(NativeWorld):
 def test_tasks(
     dtype: torch.dtype, seed: int, group: int, dim: int, lengths: list[int], left: float, workers: int
 ) -> None:
-    """What is read, and that the output is attention to it."""
+    """The tokens read are right, and the output is attention to them."""
     world = SketchWorld(
         seed=seed, group=group, dim=dim, dtype=dtype, workers=workers, sketched=True, chunk_bytes=1 << 11, canary=1.0
     )
@@ -380,7 +380,7 @@ def test_tasks(
     choices = {
         (b, h): world.chosen(requests[b], 0, q[b, h * group : (h + 1) * group], h, left) for b, h in sorted(chosen)
     }
-    # The engine's LSE of residents is rounded. So is what may be left, and very seldom a token more is, too.
+    # The engine's LSE of residents is rounded, and so is the allowed rest; very rarely it reads one token more.
     for name in ("tile_bytes", "metadata_bytes"):
         want = sum(getattr(choice, name) for choice in choices.values())
         assert stats[name] == pytest.approx(want, rel=0.02)
@@ -398,8 +398,8 @@ def test_tasks(
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("beside", [80.0, 86.0, 88.0, 90.0, 92.0, 96.0, 102.0, 110.0])
 def test_what_weighs_next_to_nothing_for_another_head(beside: float, dtype: torch.dtype) -> None:
-    """All heads of a group attend to what one of them chose: also one with a logit of `beside` on the first token, for
-    which its weights are hardly numbers, and their sum has no inverse."""
+    """All heads of a group attend to tokens that one of them chose. Here the first token has a logit of `beside` for
+    one head; its other weights almost vanish in float32, and the inverse of their sum overflows."""
     world = SketchWorld(seed=1, sketched=True, dim=64, heads=1, group=2, dtype=dtype)
     q, keys = world.randn(1, 2, 64), world.randn(1500, 1, 64)
     q[0, 1] -= (q[0, 1] @ q[0, 0]) / q[0, 0].square().sum() * q[0, 0]
@@ -436,13 +436,13 @@ def test_shares_of_nothing_and_of_all(left: float) -> None:
     left=st.sampled_from([0.01, 0.1, 0.3]),
 )
 def test_what_is_left_has_its_share(seed: int, flat: float, beside: float, left: float) -> None:
-    """By exact keys, of a middle from flat to peaked, and residents that weigh much or little. Twice the share in the
-    mean over heads: a flat page weighs more than pages count that are skimmed alone. Five times for one head: sketches
-    may be wrong about its heaviest token."""
+    """By exact keys, for middles from flat to peaked and residents of large or small weight. The mean over heads may be
+    twice the share, because pages that are only skimmed count less than their flat weight. A single head may have five
+    times the share, because sketches may misjudge its heaviest token."""
     world = SketchWorld(seed=seed, sketched=True, dim=64, heads=8, group=1)
     keys = flat * world.randn(1500, world.heads, 64)
     q = world.randn(1, world.q_heads, 64)
-    keys[0] = beside * 8 * q[0] / q[0].square().sum(1, keepdim=True)  # has a logit of `beside`
+    keys[0] = beside * 8 * q[0] / q[0].square().sum(1, keepdim=True)  # its logit is `beside`
     request = world.add(1500, keys=[keys])
     world.begin_step([request])
     q, _, tasks = world.attend([request], 0, left, q)
@@ -473,7 +473,7 @@ def test_tasks_take_sketches_and_residents() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, INT8], ids=["float32", "int8"])
 def test_sketches_follow_their_pages(dtype: torch.dtype) -> None:
-    """However tokens came: appended one by one or at once, or adopted, described or not."""
+    """For tokens appended one by one or together, or adopted, with or without description."""
     worlds = [SketchWorld(seed=3, dtype=dtype, sketched=True) for _ in range(3)]
     keys, values = torch.randn(2, 64, 2, 32).to(worlds[0].pool.dtype)
     pages = torch.tensor([5, 9, 2, 7], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Chunks that a device writes to the host pool: the pool is, byte for byte, what the host's own append makes it."""
+"""Chunks that a device writes to the host pool: the pool equals, byte for byte, the result of the host's append."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TENSORS = ("tiles", "meta0", "meta1", "meta2", "meta3", "tag1", "tag2", "tag3", 
 
 
 class Twins:
-    """Two pools, poisoned: `host` is appended to, `device` is written by a device; and the requests of both."""
+    """Two poisoned pools with the same requests: `host` is appended to, and a device writes to `device`."""
 
     def __init__(
         self, heads: int, dim: int, dtype: torch.dtype, sink_pages: int = 4, seed: int = 0, special: float = 0.0
@@ -50,13 +50,13 @@ class Twins:
         self.pinned.release()
 
     def share(self, row: int, other: int) -> None:
-        """Row `row` begins with the full pages of `other`, as after a radix hit."""
+        """Row `row` starts with the full pages of `other`, as after a radix hit."""
         if self.lengths.get(row, 0) == 0 and not self.pages.get(row):
             full = self.lengths.get(other, 0) // PAGE
             self.pages[row], self.lengths[row] = self.pages.get(other, [])[:full], full * PAGE
 
     def draw(self, tokens: int, heads: int) -> torch.Tensor:
-        """[tokens, heads, D] of every size, with zeros of both signs, numbers too small to be normal, and `special`."""
+        """[tokens, heads, D] with all magnitudes, zeros of both signs, denormals, and `special`."""
         size = (tokens, heads, self.shape.head_dim)
         numbers = torch.randn(size, generator=self.random) * 10.0 ** torch.randint(-20, 20, size, generator=self.random)
         odd = torch.tensor([0.0, -0.0, 1e-40, -1e-40, self.special])
@@ -64,7 +64,7 @@ class Twins:
         return torch.where(torch.rand(size, generator=self.random) < 0.3, chosen, numbers).to(self.shape.dtype)
 
     def extend(self, counts: dict[int, int], queries: int = 1, gap: int = 0) -> None:
-        """A pass over so many new tokens of each row, where there are pages for them."""
+        """A pass over `counts` new tokens of each row, as far as pages are free."""
         requests, offset = [], gap
         for row, wanted in counts.items():
             pages, start = self.pages.setdefault(row, []), self.lengths.get(row, 0)
@@ -80,7 +80,7 @@ class Twins:
         asked = []
         for layer in range(self.shape.layers):
             heads = self.shape.kv_heads
-            qkv = self.draw(offset, 4 * heads)  # views of one wider tensor, as the model's projections are
+            qkv = self.draw(offset, 4 * heads)  # views of one wider tensor, like the model's projections
             q, k, v = qkv.split([2 * heads, heads, heads], 1)
             self.writer.write(layer, q, k, v, 1.0)
             for i, request in enumerate(requests):
@@ -88,7 +88,7 @@ class Twins:
                 self.host.append(layer, request.pages, request.start, k[new], v[new])
                 if request.stop > request.start:
                     asked.append((layer, i, q[request.last_queries].clone()))
-            qkv.fill_(float("nan"))  # the model's memory is another layer's now
+            qkv.fill_(float("nan"))  # the memory now belongs to another layer
         self.writer.drain()
         assert [pair[:2] for pair in self.told] == [pair[:2] for pair in asked]
         for (*_, got), (*_, want) in zip(self.told, asked, strict=True):
@@ -129,8 +129,8 @@ def test_the_pool_is_what_the_host_makes_it(
     seed: int, heads: int, dim: int, dtype: torch.dtype, sink_pages: int, passes: list[dict[int, int]], gap: int,
     shares: bool,
 ) -> None:  # fmt: skip
-    """Chunks of any length from anywhere in a page, several requests a pass, prefixes shared, and what nobody wrote
-    left alone: tiles, metadata of all levels, tags and moments, every byte."""
+    """Chunks of any length from any place in a page, several requests per pass, shared prefixes, and unwritten bytes
+    unchanged: tiles, metadata of all levels, tags and moments are equal in every byte."""
     one = Twins(heads, dim, dtype, sink_pages, seed)
     try:
         for number, counts in enumerate(passes):
@@ -145,7 +145,7 @@ def test_the_pool_is_what_the_host_makes_it(
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_that_are_no_numbers_have_the_hosts_metadata(twins: Any, dtype: torch.dtype, special: float) -> None:
-    """Moments of such keys are NaN or infinite on both, but a NaN has no sign to speak of."""
+    """Moments of such keys are NaN or infinite in both; the sign of NaN does not count."""
     one = twins(2, 64, dtype, special=special)
     one.extend({1: 200, 2: 7})
     one.extend({1: 1, 2: 30})

@@ -1,4 +1,4 @@
-"""SGLang's linker to files: what comes back into the pool is, byte for byte, what appending made."""
+"""SGLang's linker to files: pages that return to the pool equal, byte for byte, the appended ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADS, DIM, LAYERS = 2, 32, 3
 
 
 class World:
-    """A pool with its linker; `restart` gives another one with the same folder."""
+    """A pool with its linker; `restart` returns another one with the same folder."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, int8: bool = False, weights: str = "a", canary: float = 0.0
@@ -53,7 +53,7 @@ class World:
         return World(self.folder, self.dtype, self.int8)
 
     def fill(self, pages: list[int], seed: int, upto: int | None = None, chunk: int = 100) -> None:
-        """A prompt of so many pages, the first `upto` of them appended in chunks."""
+        """A prompt on these pages, the first `upto` of them appended in chunks."""
         tokens, end = len(pages) * PAGE, (len(pages) if upto is None else upto) * PAGE
         for layer in range(LAYERS):
             random = torch.Generator().manual_seed(1000 * seed + layer)
@@ -73,7 +73,7 @@ class World:
         return self.linker.finish_layer_wise_loading(self.linker.start_layer_wise_loading())
 
     def path(self, pages: list[int]) -> list[torch.Tensor]:
-        """All that the pool has of a prompt's full pages, in bytes."""
+        """All bytes of a prompt's full pages in the pool."""
         found = []
         for layer in range(LAYERS):
             for name in ("tiles", "meta0", "moments", "sketches"):
@@ -84,7 +84,7 @@ class World:
                 lasts = [page for i, page in enumerate(lasts) if ((i + 1) << level) > sinks]
                 places = [page >> level for page in lasts]
                 tags = self.host.tensor(f"tag{level}", layer)[places]
-                # Of two that have one place the later one is there.
+                # If two entries collide, the slot holds the later one.
                 mine = [place for place, tag, last in zip(places, tags.tolist(), lasts, strict=True) if tag == last]
                 found.append(torch.tensor(mine))
                 found.append(self.host.tensor(f"meta{level}", layer)[:, mine])
@@ -117,7 +117,7 @@ def test_a_prompt_comes_back_byte_for_byte(
     again = first.restart()
     names = transfer(range(count + 1), [*old, 1])
     assert again.linker.lookup("a", [names]) == list(range(1, count + 1)), "every length up to what is there"
-    # The first pages are in the tree already; the others are read, to wherever there is room.
+    # The first pages are in the tree already; the others are read into free pages.
     again.fill(new, seed, there)
     assert again.load(new[there:], there)
     again.linker.begin(ids(new), count * PAGE, count * PAGE)
@@ -147,7 +147,7 @@ def test_pages_that_cannot_be_read_end_their_requests_and_leave_numbers(tmp_path
 
 @pytest.mark.parametrize("appended", [[2 * PAGE], [2 * PAGE - 2, 2 * PAGE - 1, 2 * PAGE]], ids=["token", "draft"])
 def test_a_canary_knows_what_was_read_and_not_what_was_there_before(tmp_path: Path, appended: list[int]) -> None:
-    """A request may end between reading and its pass; its pages may then be anybody's."""
+    """A request may end between the read and its pass. Its pages may then belong to other requests."""
     world = World(tmp_path, torch.float32, canary=1.0)
     world.fill([3, 4], 1)
     assert world.offload([3, 4])
@@ -158,7 +158,7 @@ def test_a_canary_knows_what_was_read_and_not_what_was_there_before(tmp_path: Pa
     checked, found = world.host.sweep()
     assert found == [] and checked >= LAYERS * HEADS * 4 * PAGE
     assert world.load([7, 8])
-    for layer in range(LAYERS):  # nobody's pass began, and others append to these pages: in a chunk, and as they go on
+    for layer in range(LAYERS):  # the pass never began; others append to these pages, in a chunk and one by one
         k, v = torch.randn(2, 2 * PAGE, HEADS, DIM)
         if layer == 0:
             if len(appended) == 1:
@@ -230,7 +230,7 @@ def test_a_full_disk_is_said_once_and_stops_nothing(
 
 
 def test_every_parameter_counts() -> None:
-    """A digest of samples: any retrained matrix differs in some of them."""
+    """A digest of samples: retraining changes some sample of every matrix."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.LayerNorm(32))
     before = disk.weights_digest(model)
@@ -242,7 +242,7 @@ def test_every_parameter_counts() -> None:
         assert disk.weights_digest(model) != before
         parameter.data = kept
         assert disk.weights_digest(model) == before
-    with torch.no_grad():  # one number of 2,048, which no sample has
+    with torch.no_grad():  # one number of 2,048, at a place without a sample
         model[0].weight[17, 33] += 0.5
     assert disk.weights_digest(model) != before
     model[0].weight.data = model[0].weight.data.t().contiguous().t()
@@ -250,7 +250,7 @@ def test_every_parameter_counts() -> None:
 
 
 def test_large_parameters_have_a_digest() -> None:
-    """float32 would round the last place of one of 2^24 + 4 elements to one more."""
+    """float32 would round the last index of 2^24 + 4 elements up by one."""
     model = torch.nn.Module()
     model.register_parameter("w", torch.nn.Parameter(torch.zeros(2**24 + 4, dtype=torch.uint8), requires_grad=False))
     assert disk.weights_digest(model) != disk.weights_digest(model, whole=False)

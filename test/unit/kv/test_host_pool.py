@@ -1,4 +1,4 @@
-"""How large the host pool may be, and what is said when it may not."""
+"""Size limits of the host pool, and the errors beyond them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
 
 @pytest.mark.parametrize("kv_heads", [1, 8, 16, 64, 128])
 def test_large_models_are_sized_right(kv_heads: int) -> None:
-    """The search probes pools of any size: nothing on the way may overflow."""
+    """The search probes pools of any size, so nothing may overflow."""
     shape = KVShape(layers=32, kv_heads=kv_heads, head_dim=128, dtype=torch.bfloat16)
     tokens = plan_tokens(FluxionConfig(), shape, 40 * GIB)
-    # K and V, and at least the metadata of level 0 and the moments of every page.
+    # K and V, and at least the level-0 metadata and the moments of every page.
     least = 32 * kv_heads * (2 * 128 * 2 + (2 * 128 * 2 + (2 * 128 + 8) * 8) / 16)
     assert 0.9 * 20 * GIB < tokens * least < 20 * GIB
     with pytest.raises(ConfigError, match="pass host_tokens="):
@@ -69,7 +69,7 @@ def test_too_large_is_refused_with_the_number_that_fits(config: FluxionConfig) -
 
 @pytest.mark.parametrize("sketched", [False, True])
 def test_sums_of_the_canary_have_room_beside_the_largest_pool(sketched: bool) -> None:
-    """They are not part of the size, and come out of the same memory."""
+    """They are not part of the size, but use the same memory."""
     shape = replace(SHAPE, sketched=sketched)
     with pytest.raises(ConfigError) as caught:
         plan_tokens(FluxionConfig(host_tokens=10**9, canary=0.01), shape, 2 * GIB)
@@ -83,7 +83,7 @@ def test_sums_of_the_canary_have_room_beside_the_largest_pool(sketched: bool) ->
 @settings(deadline=None)
 @given(gib=st.floats(0.5, 100), mib=st.floats(0.05, 60))
 def test_states_and_pool_share_the_memory(gib: float, mib: float) -> None:
-    """Together they take what was asked for, to one state and some pages."""
+    """Together they take the requested memory, up to one state and some pages."""
     each, config = int(mib * 2**20), FluxionConfig(host_memory_gb=gib)
     least = int(gib * GIB * STATES_FRACTION) // each - 1
     if least < 1:

@@ -1,4 +1,4 @@
-"""KV from a prefill server: runs of the landing zone, receivers that wait for one, and the way into the host pool."""
+"""KV from a prefill server: runs of the landing zone, receivers that wait for one, and the copy into the host pool."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def test_runs_lie_apart_and_everybody_has_a_turn(size: int, moves: list[tuple[bo
         assert len(taken) == len(set(taken)) and all(0 <= page < size for page in taken)
         assert all(have[one].pages == wants[one] for one in have)
         waiting = [one for one in arrived if one not in have]
-        assert not waiting or taken, "an empty zone has room for whoever is first"
-    for one in arrived:  # all those before it go, so it has its turn
+        assert not waiting or taken, "an empty zone has room for the first request"
+    for one in arrived:  # all earlier ones leave, so its turn comes
         run = zone.ask(one, wants[one])
         assert run is not None
         zone.leave(one)
@@ -123,7 +123,7 @@ def test_runs_lie_apart_and_everybody_has_a_turn(size: int, moves: list[tuple[bo
 
 
 class Backend:
-    """What a receiver of a transfer backend is, as far as ours goes."""
+    """The parts of a transfer backend's receiver that ours uses."""
 
     conclude_state = None
     bootstrap_room = 7
@@ -223,7 +223,7 @@ def test_who_waits_and_is_cleared_sends_nothing_any_more(zone: LandingZone) -> N
 
 @pytest.mark.parametrize("how", ["abort", "failure_exception", "poll"])
 def test_who_waits_and_fails_holds_nobody_up(zone: LandingZone, how: str) -> None:
-    """Nobody could write into a run that it never had."""
+    """It never had a run that the prefill server could write to."""
     first, second, third = receiver(), receiver(), receiver()
     first.send_metadata(np.arange(6), 0)
     second.send_metadata(np.arange(4), 1)
@@ -234,7 +234,7 @@ def test_who_waits_and_fails_holds_nobody_up(zone: LandingZone, how: str) -> Non
         getattr(second, how)()
     third.poll()
     assert third.run == Run(6, 2) and not second.sent
-    assert second.told == (how == "abort"), "so that SGLang does not wait for an acknowledgement that nobody sends"
+    assert second.told == (how == "abort"), "so that SGLang does not wait for an acknowledgement that does not come"
 
 
 def test_who_has_a_run_keeps_it_through_an_abort(zone: LandingZone) -> None:
@@ -285,7 +285,7 @@ HEADS, DIM, LAYERS, PAGES = 2, 32, 2, 40
 
 
 class World:
-    """A host pool whose row 1 has a request, and what SGLang has around it."""
+    """A host pool with a request in row 1, and the SGLang objects around it."""
 
     def __init__(self, dtype: torch.dtype, int8: bool, pages: list[int], stop: int) -> None:
         shape = KVShape(LAYERS, HEADS, DIM, dtype, int8, sketched=True)
@@ -310,12 +310,12 @@ class World:
         return self.pool.host
 
     def append(self, start: int, stop: int) -> None:
-        """As a prefill of this server does."""
+        """Append as a prefill of this server does."""
         for layer in range(LAYERS):
             self.host.append(layer, self.pages, start, self.k[layer, start:stop], self.v[layer, start:stop])
 
     def send(self, start: int) -> Any:
-        """A receiver whose run has the tokens from `start` on, with rubbish behind them."""
+        """A receiver whose run holds the tokens from `start` on, with garbage behind them."""
         one = receiver()
         one.send_metadata(self.pages[start // PAGE :].numpy(), 0)
         first = one.run.first * PAGE
@@ -350,7 +350,7 @@ def test_what_lands_is_byte_for_byte_what_a_prefill_makes(dtype: torch.dtype, in
 
 
 def test_a_request_that_nobody_prefills_has_numbers() -> None:
-    """Such as SGLang's own health checks."""
+    """Such as SGLang's health checks, which are never prefilled."""
     got = World(torch.float32, False, [3, 5], 20)
     transfer._land(got.scheduler, object(), got.request)
     for layer in range(LAYERS):
@@ -373,16 +373,16 @@ def test_what_was_retracted_comes_back_in_other_pages(dtype: torch.dtype, int8: 
     of = [world.scheduler.req_to_token_pool.req_to_token[1, :stop] for world in (first, want)]
     kept = first.pool.get_cpu_copy(of[0])
     got = World(dtype, int8, after, stop)
-    got.append(0, len(after) * PAGE)  # another request, with tokens behind the last one's place
+    got.append(0, len(after) * PAGE)  # another request, with tokens past the end of this one
     got.pool.load_cpu_copy(kept, of[1])
-    assert got.host.sweep()[1] == [], "of nobody's tokens nothing is asked"
+    assert got.host.sweep()[1] == [], "tokens without an owner are not checked"
     last = slice(0, stop % PAGE)
     for layer in range(LAYERS):
         if not int8:
             one, other = (world.host.tiles(layer)[:, after[-1], :, last] for world in (got, want))
             assert torch.equal(one, other)
         for name in ("meta0", "moments", "sketches"):
-            pages = after[:-1]  # the last one is not full
+            pages = after[:-1]  # the last page is not full
             assert torch.equal(got.host.tensor(name, layer)[:, pages], want.host.tensor(name, layer)[:, pages])
     assert torch.equal(got.host.stored[:, :, after[:-1]], want.host.stored[:, :, after[:-1]])
 
@@ -398,7 +398,7 @@ def test_a_failure_to_take_over_ends_the_request_alone(zone: LandingZone, monkey
     one, request = receiver(), object()
     one.send_metadata(np.arange(8), 0)
     decode_req = SimpleNamespace(req=request, kv_receiver=one)
-    queue = SimpleNamespace(scheduler=None)  # in which nothing can be found
+    queue = SimpleNamespace(scheduler=None)  # an empty queue
     transfer.commit(lambda *_: pytest.fail("SGLang went on"), queue, decode_req)
     ((who, why, status),) = ended
     assert who is request and "could not be taken over" in why and status == 500
@@ -406,7 +406,7 @@ def test_a_failure_to_take_over_ends_the_request_alone(zone: LandingZone, monkey
 
 
 def test_the_end_of_a_request_is_told() -> None:
-    """The request table of a decode server has a class of its own."""
+    """The request table of a decode server has its own class."""
 
     class Table:
         def __init__(self) -> None:

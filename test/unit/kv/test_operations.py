@@ -1,6 +1,6 @@
-"""Random operations on pool, radix tree and policies (test/fuzz/operations.py), some thousands of a million.
+"""Random operations on pool, radix tree and policies (test/fuzz/operations.py): some thousands of them.
 
-All of them under sanitizers: make fuzz
+`make fuzz` runs a million under sanitizers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def a_page_is_lost(machine: Machine) -> None:
 
 
 def a_window_is_anothers(machine: Machine) -> None:
-    """Residents of a row are read from the next one."""
+    """Read residents of a row from the next row."""
     fill = machine.windows.fill
 
     def wrong(layer: int, row: int, n: int, pages: torch.Tensor) -> None:

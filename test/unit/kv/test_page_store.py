@@ -1,4 +1,4 @@
-"""Pages of KV in files: what comes back is what was written, or nothing."""
+"""Pages of KV in files: a read returns what was written, or nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_is_written_comes_back_after_a_restart(tmp_path: Path) -> None:
     assert first.leading(names) == 0
     for i, key in enumerate(names):
         first.write(key, page(i))
-    first.write(names[0], page(99))  # it is there: pages of one name are the same
+    first.write(names[0], page(99))  # it exists: pages with one name are equal
     assert len(first) == first.written_pages == 200
     first.close()
     again = store(tmp_path)
@@ -64,7 +64,7 @@ def test_other_models_have_other_folders(tmp_path: Path) -> None:
     one, other = store(tmp_path), store(tmp_path, model={"model": "b"})
     one.write(name(0), page(0))
     assert other.leading([name(0)]) == 0
-    # Not even by hand: the checksum knows the folder.
+    # Moving a file by hand does not help: the checksum includes the folder.
     there = one.folder / name(0)[:2] / name(0)
     moved = other.folder / name(0)[:2] / name(0)
     moved.parent.mkdir(exist_ok=True)
@@ -123,14 +123,14 @@ def test_the_pages_that_were_used_least_recently_make_room_and_of_a_prompt_the_l
     one.used(shared, time.time_ns() + (61 << 30))
     one.close()
     one = store(tmp_path, pages=10)  # files remember it
-    for i in range(20, 26):  # two have room, for four others somebody has to go
+    for i in range(20, 26):  # there is room for two; the other four evict pages
         one.write(name(i), page(i))
     there = {path.name for path in files(tmp_path)}
     assert there.issuperset(shared) and not there.intersection(old)
     one.write(name(26), page(26))
     assert one.leading(shared) == 3, "the end of a prompt is of no use without its beginning"
     assert len(one) == 10 and len(files(tmp_path)) == 10
-    for i in range(27, 33):  # what was found is about to be read
+    for i in range(27, 33):  # pages just found will be read soon
         one.write(name(i), page(i))
     assert len(read(one, shared[:3])) == 3
 
@@ -188,7 +188,7 @@ def test_on_a_full_disk_the_oldest_makes_room(tmp_path: Path, monkeypatch: pytes
     one, replace, most = store(tmp_path), os.replace, 3
 
     def bounded(source: str, target: Path) -> None:
-        if len(files(tmp_path)) > most:  # the new one is there, under another name
+        if len(files(tmp_path)) > most:  # the new one exists, under another name
             raise OSError(28, "No space left on device")
         replace(source, target)
 
@@ -210,7 +210,7 @@ def test_what_was_not_written_to_its_end_is_not_there(tmp_path: Path, monkeypatc
         with pytest.raises(OSError, match="No space"):
             one.write(name(0), page(0))
     assert len(one) == 0 and files(tmp_path) == [] and one.leading([name(0)]) == 0
-    # A process that was killed leaves a file with another name.
+    # A killed process leaves a file with another name.
     left = one.folder / "00" / ".killed"
     left.parent.mkdir(exist_ok=True)
     left.write_bytes(b"?" * 100)
@@ -234,7 +234,7 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_group_of_this_process_may_use_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubernetes gives the files of a volume to a group of the pod, and lets it write."""
+    """Kubernetes gives the files of a volume to a group of the pod, with write permission."""
     one = store(tmp_path)
     one.folder.chmod(0o2770)
     monkeypatch.setattr(os, "getegid", lambda: one.folder.stat().st_gid + 1)
@@ -250,7 +250,7 @@ def test_a_group_of_this_process_may_use_them(tmp_path: Path, monkeypatch: pytes
 
 
 def test_nothing_is_put_after_a_failed_read(tmp_path: Path) -> None:
-    """The pages are somebody else's then."""
+    """The pages may belong to another request by then."""
     one = store(tmp_path)
     for i in range(6):
         one.write(name(i), page(i))

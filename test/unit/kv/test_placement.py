@@ -1,4 +1,4 @@
-"""Residency is a pure function of length and position; these are its laws."""
+"""Residency is a pure function of length and position; these tests check its laws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies that remember requests: how much they say they keep, what they give back, and what has no room."""
+"""Policies that remember requests: their declared memory, its release, and requests without room."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_request_takes_no_more_than_the_policy_says_and_gives_it_back(name: st
 
 @both
 def test_a_request_without_room_reads_everything_and_the_others_as_ever(name: str) -> None:
-    """It is served, exactly; when the one that had the room has ended, the next one is remembered."""
+    """It is served with full attention. When the request that held the room ends, the next one is remembered."""
     rig = Rig(MAKERS[name]())
     first, second = Request(1), Request(2)
     rig.prefill(first, 500)
@@ -72,7 +72,7 @@ def test_by_default_it_is_a_share_of_the_pool_and_no_less_than_a_gib() -> None:
 
 
 class Byte(Remembering):
-    """A byte a token."""
+    """Remembers one byte per token."""
 
     def remembers(self, world: object, tokens: int) -> int:
         return tokens

@@ -1,4 +1,4 @@
-"""The policy hgca against its algorithm, and the life of its state."""
+"""The policy hgca against its algorithm, and the lifetime of its state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = Placement(sinks=16, window=32)
 
 
 class Seen(HgcaPolicy):
-    """Keeps its plans of the last step."""
+    """Records its plans of the last step."""
 
     def __init__(self, beta: float, alpha: float) -> None:
         super().__init__(beta, alpha)
@@ -39,7 +39,7 @@ class Seen(HgcaPolicy):
 
 
 def positions(lists: Listed, group: int, g: int) -> list[int]:
-    """What head g of a group of a plan lists."""
+    """Positions that head g of a plan's group lists."""
     at = slice(*lists.offsets[group : group + 2].tolist())
     rows = zip(lists.pages[at].tolist(), lists.masks[at].tolist(), strict=True)
     return [page * PAGE + t for page, masks in rows for t in range(PAGE) if masks[g] >> t & 1]
@@ -47,9 +47,9 @@ def positions(lists: Listed, group: int, g: int) -> list[int]:
 
 @dataclass
 class Told:
-    """A world under hgca, and the reference of every head of every row.
+    """A world under hgca, with the reference for every head of every row.
 
-    `shape` makes queries and keys: random, or of a kind that attention is peaked or flat.
+    `shape` draws queries and keys: random ones, or such that attention is peaked or flat.
     """
 
     beta: float
@@ -107,7 +107,7 @@ class Told:
                     keys, values = (of[row][layer][:, h // group] for of in (world.keys, world.values))
                     ref, q = self.head(layer, row, h), world.queries[layer][b, h]
                     ref.decode(keys, q)
-                    if ref.near < 1e-4:  # rounding decides; go on from what was decided
+                    if ref.near < 1e-4:  # rounding decides; continue from the actual decision
                         ref.salient = set(positions(lists, b * self.heads + h // group, h % group))
                         ref.near = 1.0
                     assert positions(lists, b * self.heads + h // group, h % group) == sorted(ref.salient)
@@ -137,7 +137,7 @@ def test_it_is_the_algorithm(
 
 
 def test_it_is_the_algorithm_for_hundreds_of_steps_and_several_requests() -> None:
-    """Of different lengths, that come and go; prompts in chunks; turns that are appended."""
+    """Different lengths; requests come and go; prompts in chunks; appended turns."""
     told, draw = Told(1.0, 0.1, seed=3, group=2, heads=1, layers=1), random.Random(3)
     for row, chunks in ((1, (5,)), (2, (200, 90)), (3, (70, 1))):
         for count in chunks:
@@ -162,7 +162,7 @@ def test_the_ends_of_beta(beta: float, everything: bool) -> None:
 
 
 def test_with_everything_kept_it_has_the_bits_of_full() -> None:
-    """Where full sees the residents first, too."""
+    """`full` sees the residents first here, too."""
     outs = []
     for spec in ("full", "hgca:0"):
         world = World(seed=11)
@@ -175,7 +175,7 @@ def test_with_everything_kept_it_has_the_bits_of_full() -> None:
 
 
 def test_one_token_that_takes_all_the_weight_is_kept_and_nothing_else() -> None:
-    """Keys are zero but for one: attention is one-hot while that is resident, and flat before and after."""
+    """All keys but one are zero: attention is one-hot while that one is resident, and flat before and after."""
     told = Told(2.0, 0.5, group=1, heads=1, layers=1)
     world, mark = told.world, torch.zeros(1, 1, 32)
     mark[..., 0] = 30.0
@@ -193,7 +193,7 @@ def test_one_token_that_takes_all_the_weight_is_kept_and_nothing_else() -> None:
 
 
 def test_what_a_request_reads_does_not_depend_on_the_others() -> None:
-    """Nor on the number of workers: bit for bit, beside other requests and other policies."""
+    """Outputs do not depend on the number of workers either: bit for bit, beside other requests and policies."""
 
     def run(rows: list[int], workers: int, specs: dict[int, str]) -> list[torch.Tensor]:
         world = World(seed=5, workers=workers)
@@ -241,7 +241,8 @@ def test_a_row_that_it_never_heard_of_is_evaluated_by_the_step_at_hand() -> None
 
 @pytest.mark.parametrize("missed", [1, 3, 20, 100])
 def test_tokens_that_it_did_not_see(missed: int) -> None:
-    """Few: they have no average until their next step. So many that unseen ones left the window: evaluated anew."""
+    """Few unseen tokens have no average until their next step. If unseen tokens have left the window, all is evaluated
+    anew."""
     told = Told(0.5, 0.1, layers=1)
     told.prefill(1, 250)
     told.decode(1)
@@ -289,7 +290,7 @@ def test_state_dies_with_the_request_and_is_bounded() -> None:
 
 
 def test_a_request_in_a_used_row_is_as_in_a_fresh_one() -> None:
-    """Abort, retraction, and a prefix that is shared: the same outputs, bit for bit, as in a row nobody had."""
+    """After abort and retraction, and with a shared prefix: the same outputs, bit for bit, as in an unused row."""
 
     def run(row: int, before: bool) -> list[torch.Tensor]:
         world = World(seed=13)
@@ -352,7 +353,7 @@ def test_a_request_that_cannot_be_read_fails_the_layer_and_harms_no_state(heads:
     with pytest.raises(RuntimeError, match="page"):
         world.decode([1], [told.policy])
     world.pages[1][5] = good
-    world.engine.forget(1)  # its token was not appended, and SGLang ends such a request
+    world.engine.forget(1)  # its token was not appended; SGLang ends such a request
     for _ in range(20):
         told.decode(2)
 

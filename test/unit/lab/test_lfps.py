@@ -1,4 +1,4 @@
-"""The policy lfps in the engine: what its tasks choose and teach, and how its state lives and dies."""
+"""The policy lfps in the engine: the choices of its tasks, what it learns, and the lifetime of its state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tables_of(world: World) -> LfpsTables:
 
 
 class Watched(LfpsPolicy):
-    """Keeps what it planned, and what came of it, of the last step: per layer."""
+    """Records its plan and the results of the last step, per layer."""
 
     def begin_step(self, step: DecodeStep) -> None:
         super().begin_step(step)
@@ -103,7 +103,7 @@ def outputs(world: World, rows: list[int], steps: int, policies: Sequence[Policy
 
 
 def test_a_mixed_batch_gives_each_request_what_it_gets_alone() -> None:
-    """Beside other policies and another lfps: the same bits of every lfps, so the same lessons."""
+    """Beside other policies and another lfps, every lfps gets equal bits, and therefore learns the same."""
     specs = {1: "lfps:0.05", 2: "fixed:16:0.1", 3: "lfps:0.2:0.1:0.3", 4: "full"}
     lengths = {1: 900, 2: 700, 3: 800, 4: 500}
 
@@ -136,12 +136,12 @@ def test_a_mixed_batch_gives_each_request_what_it_gets_alone() -> None:
     together = run([1, 2, 3, 4])
     for row in lengths:
         for got, want in zip(together[row], run([row])[row], strict=True):
-            # Those that need nothing of the residents beforehand have them computed in one piece when alone.
+            # Alone, policies that need no features have their residents computed in one piece.
             assert torch.equal(got, want) if "lfps" in specs[row] else torch.allclose(got, want, atol=1e-5)
 
 
 def test_a_request_without_a_prefill_starts_from_its_first_query() -> None:
-    """Its row was copied: nothing is known, nothing fails, and it learns from there."""
+    """Its row was copied: it starts without tables, does not fail, and learns from there."""
     world = World(policy=SPEC)
     world.extend(1, 800)
     world.engine.forget(1)
@@ -150,12 +150,12 @@ def test_a_request_without_a_prefill_starts_from_its_first_query() -> None:
     for got, _ in world.decode([1]):
         assert got.isfinite().all()
     vertical, slash = tables_of(world).tables(0, 1, 0, 801)
-    # One row of weights, half of the next update beside it.
+    # One row of weights, plus half of the next update.
     assert 8 < float(vertical.sum()) < 11 and 8 < float(slash.sum()) < 11
 
 
 def test_a_prefill_makes_the_tables_anew() -> None:
-    """An appended turn, a re-prefill, another request in the row: as if nothing had been there."""
+    """After an appended turn, a re-prefill, or another request in the row, the tables are as in a fresh row."""
     used, fresh = World(policy=SPEC, seed=2), World(policy=SPEC, seed=2)
     used.extend(1, 700)
     outputs(used, [1], 5)
@@ -192,7 +192,7 @@ def test_state_is_counted_and_dies_with_the_request() -> None:
     assert noted == 2 * 20 * 8 * 64 * 4
     world.decode([1])
     kept = policy.state_bytes
-    assert 2 * 8 * 896 * 10 <= kept < 2 * 8 * (896 * 10 + 120)  # with room for 256 tokens more, of whole words
+    assert 2 * 8 * 896 * 10 <= kept < 2 * 8 * (896 * 10 + 120)  # with room for 256 more tokens, rounded to words
     world.extend(2, 300)
     world.decode([1, 2])
     assert policy.state_bytes > kept
@@ -207,7 +207,7 @@ def test_state_is_counted_and_dies_with_the_request() -> None:
 
 
 def test_heads_that_are_passed_by_get_the_mean_value() -> None:
-    """Their middle is one token of the mean value; with groups that list nothing at all among them."""
+    """Their middle is replaced by one token with the mean value; some groups list nothing at all."""
     world = World(seed=3)
     policy = Watched(0.05)
     world.extend(1, 900)
@@ -235,7 +235,7 @@ def test_heads_that_are_passed_by_get_the_mean_value() -> None:
 @pytest.mark.parametrize("isa", topology()["isas"])
 @pytest.mark.parametrize("resident_first", [False, True])
 def test_tasks_record_what_they_chose(isa: str, resident_first: bool) -> None:
-    """Heads with a part of the middle have scores of all they chose, also where that is all they list."""
+    """Heads that read a part of the middle get scores of all chosen tokens, also if these are all they list."""
     world = NativeWorld(isa=isa, group=3)
     requests = [world.add(length) for length in (700, 100, 500)]
     world.begin_step(requests)
@@ -272,7 +272,7 @@ def test_tasks_record_what_they_chose(isa: str, resident_first: bool) -> None:
 
 @pytest.mark.parametrize("resident_first", [False, True])
 def test_what_is_given_is_merged(resident_first: bool) -> None:
-    """Beside lists, without one, and nothing for heads whose LSE is -inf, whose o is poison."""
+    """Beside lists, without a list, and nothing for heads with LSE -inf, whose o is poison."""
     world = NativeWorld(group=2)
     requests = [world.add(length) for length in (300, 20, 250)]
     world.begin_step(requests)

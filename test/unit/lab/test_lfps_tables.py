@@ -1,4 +1,4 @@
-"""The score tables of LFPS against the equations, over hundreds of steps."""
+"""The score tables of LFPS against its equations, over hundreds of steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fluxion_sglang.kv.placement import PAGE, Placement
 
 
 def run(world: TablesWorld, rows: list[int], steps: int, keep: float = 0.3, local: float = 2.0) -> int:
-    """Steps of `rows`, each checked; how many candidates the checks left open."""
+    """Steps of `rows`, each checked; returns the number of undecidable candidates."""
     left_open = 0
     for _ in range(steps):
         q = world.sharp * world.randn(len(rows), world.q_heads, world.dim)
@@ -56,14 +56,14 @@ def test_random_requests(
 
 @pytest.mark.parametrize("renormalise", [40, pytest.param(3, marks=pytest.mark.full)])
 def test_hundreds_of_steps(renormalise: int) -> None:
-    """Tokens enter the middle, entries are multiplied, the tables grow, and the limits leave next to nothing open."""
+    """Tokens enter the middle, entries are multiplied, and the tables grow; almost no candidate is undecidable."""
     world = TablesWorld(seed=1, renormalise=renormalise, heads=1)
     world.start(2, 300)
     assert run(world, [2], steps=400) < 20
 
 
 def test_renormalisation_changes_no_choice() -> None:
-    """Powers of two: the same bits whenever it happens."""
+    """Renormalisation uses powers of two, so the bits do not depend on its time."""
     lists, tables = [], []
     for renormalise in (40, 3):
         world = TablesWorld(seed=2, renormalise=renormalise)
@@ -92,25 +92,25 @@ def newest_page(world: TablesWorld, row: int) -> list[int]:
 
 
 def step(world: TablesWorld, row: int) -> tuple[torch.Tensor, list[list[int]]]:
-    """A plan of one row, unanswered: q and what each head lists."""
+    """A plan of one row without its update: q, and the list of each head."""
     q = world.randn(1, world.q_heads, world.dim)
     plan = world.plan([row], q)
     return q, [listed_positions(plan, *divmod(head, world.group)) for head in range(world.q_heads)]
 
 
 def test_flat_tables_have_no_candidates_but_the_newest_page() -> None:
-    """One query that gives all tokens the same: every entry is the mean, and none is above it."""
+    """A query that gives all tokens equal weight: every entry is the mean, and none exceeds it."""
     world = TablesWorld()
     world.start(0, 400, q=torch.zeros(1, 4, 32))
     for _ in range(3):
         _, lists = step(world, 0)
-        # Offsets that are new weigh nothing yet, so the mean is a little less than the others: a neighbour passes it.
+        # New offsets weigh nothing yet, so the mean is slightly below the other entries, and a neighbour exceeds it.
         newest = newest_page(world, 0)
         assert lists == [[newest[0] - 1, *newest]] * 4
 
 
 def test_zero_weights_leave_empty_tables() -> None:
-    """The window outweighs the middle so far that nothing is learnt, and what was learnt decays away."""
+    """The window outweighs the middle so much that nothing is learnt, and earlier entries decay."""
     world = TablesWorld()
     world.start(0, 300)
     for _ in range(30):
@@ -125,20 +125,21 @@ def test_zero_weights_leave_empty_tables() -> None:
 
 @pytest.mark.parametrize("at", [32, 47, 48, 100, 255, 256, 287])
 def test_one_spike(at: int) -> None:
-    """A token that the last query gave everything, on either side of page borders and at both ends of the middle: it,
-    and its slash."""
+    """One token has all the weight of the last query, on either side of page borders and at both ends of the middle.
+    The list is this token and its slash."""
     world = TablesWorld(heads=1, group=1)
     world.append(0, world.randn(351, 1, 32), world.randn(351, 1, 32))
     world.keys[0][at] *= 4
     world.pool.append(0, world.pages_of(0), 0, world.keys[0], world.values[0])
     world.begin(0, 4 * world.keys[0][at].view(1, 1, 32))
-    for ahead in (1, 2, 3):  # the slash goes on from the position
+    for ahead in (1, 2, 3):  # the slash continues from the position
         _, (found,) = step(world, 0)
         assert set(found) == ({at, at + ahead} & set(range(32, 304))) | set(newest_page(world, 0))
 
 
 def test_more_candidates_than_wanted_and_fewer() -> None:
-    """Plans rank: a budget of everything lists every candidate, and none of it is 1, or there would be no scores."""
+    """A budget of everything still lists and ranks every candidate; such budgets stay below 1, which would skip the
+    scores."""
     world = TablesWorld(alpha=(0.01, 0.01))
     world.start(0, 400)
     q = world.randn(1, 4, 32)
@@ -164,7 +165,7 @@ def _next(turn: Iterator[torch.Tensor], *size: int) -> torch.Tensor:
 
 
 def test_requests_do_not_depend_on_their_batch() -> None:
-    """Alone or beside others, in any order and with any number of workers: the same bits."""
+    """Alone or beside others, in any order and with any number of workers: equal bits."""
 
     def lists_of(rows: list[int], workers: int) -> dict[int, list[list[int]]]:
         world = TablesWorld(seed=3, workers=workers)
@@ -192,7 +193,7 @@ def test_requests_do_not_depend_on_their_batch() -> None:
 
 
 def test_a_row_is_begun_anew() -> None:
-    """After another request, longer or shorter: nothing of it is left."""
+    """Nothing of an earlier request in the row is left, whether that was longer or shorter."""
     used, fresh = TablesWorld(seed=4), TablesWorld(seed=5)
     used.start(0, 600)
     run(used, [0], 30)
@@ -212,7 +213,7 @@ def test_memory_is_that_of_rows_in_use() -> None:
     assert world.tables.counts()["bytes"] == 0
     world.start(0, 159)
     one = world.tables.counts()["bytes"]
-    assert 4 * 448 * 10 <= one <= 4 * 448 * 10 + 4 * 120  # with room for 256 tokens more, of whole words
+    assert 4 * 448 * 10 <= one <= 4 * 448 * 10 + 4 * 120  # with room for 256 more tokens, rounded to words
     world.start(3, 159)
     assert world.tables.counts()["bytes"] == 2 * one
     world.tables.release(0)
@@ -241,7 +242,7 @@ def test_a_score_that_is_no_number_teaches_nothing() -> None:
 @settings(max_examples=examples(20), deadline=None)
 @given(seed=st.integers(0, 2**16), length=st.integers(100, 700), sink=st.sampled_from([0.0, 0.5, 1.0, 2.0]))
 def test_heads_that_are_passed_by(seed: int, length: int, sink: float) -> None:
-    """Eq. 5 and 6, and what such a head is given; it neither lists nor learns."""
+    """Eq. 5 and 6, and the result given to such a head; it neither lists nor learns."""
     world = TablesWorld(seed=seed, bypass=0.85, group=3)
     world.start(0, length)
     first = world.keys[0][0]
@@ -283,7 +284,7 @@ def test_some_heads_are_passed_by_and_some_are_not() -> None:
 
 
 def test_the_threshold_falls_with_the_kurtosis_and_rises_with_alpha() -> None:
-    """What the paper says of Eq. 8, of the reconstruction: relative to the height of the peaks."""
+    """The paper's statements about Eq. 8 hold for the reconstruction, relative to the height of the peaks."""
 
     def share(peaks: int, alpha: float) -> float:
         entries = np.zeros(10_000)

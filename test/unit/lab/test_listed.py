@@ -22,7 +22,7 @@ from fluxion_sglang.policy.base import UNSEEN, DecodeStep, task_value
 from fluxion_sglang.policy.mixed import compose
 
 Rows = list[tuple[int, list[int]]]
-"""Of a group: logical pages, with the mask of each head."""
+"""Lists of a group: logical pages, each with the mask of every head."""
 
 
 def listed_of(groups: list[Rows], group: int) -> Listed:
@@ -34,7 +34,7 @@ def listed_of(groups: list[Rows], group: int) -> Listed:
 
 
 def some_rows(draw: random.Random, placement: Placement, length: int, group: int, density: float) -> Rows:
-    """A random list for a request of `length` tokens; pages may come with heads, or all heads, that list nothing."""
+    """A random list for a request of `length` tokens; in some pages, some or all heads list nothing."""
     first, end = placement.sink_pages, placement.window_start(length) // PAGE
     masks = (0, 0xFFFF, 1, 1 << 15)
     return [
@@ -51,7 +51,7 @@ def positions(rows: Rows, g: int) -> list[int]:
 def read_of(
     world: NativeWorld, request: Request, q: torch.Tensor, h: int, rows: Rows, budgets: list[float]
 ) -> tuple[list[set[int]], int, int]:
-    """What each head of a group reads, the rows of K and V for it, and the keys ranked; q [G, D]."""
+    """For each head, the tokens it reads; and for the group, rows of K and V read, and keys ranked; q [G, D]."""
     middle = len(world.middle(request))
     chosen: list[set[int]] = []
     ranked: set[int] = set()
@@ -114,7 +114,7 @@ def test_heads_read_what_they_list_or_the_best_of_it(
 @pytest.mark.parametrize("isa", topology()["isas"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_isa_reads_nothing_but_what_is_listed(isa: str, dtype: torch.dtype) -> None:
-    """Whatever is not listed of the middle is NaN."""
+    """Unlisted tokens of the middle are NaN."""
     draw = random.Random(1)
     world = NativeWorld(isa=isa, dtype=dtype, group=4)
     requests = [world.add(length) for length in (700, 815)]
@@ -194,7 +194,7 @@ def test_a_plan_without_its_lists_fails_the_layer() -> None:
 
 
 def _again(world: NativeWorld, requests: list[Request], plan: Plan) -> None:
-    """After a failed layer, whose token was appended: a next step works."""
+    """A next step works after a failed layer, whose token was appended."""
     world.begin_step(requests)
     tasks, q, out = world.begin_layer(requests, 0, plan)
     world.engine.layer_finish()
@@ -204,7 +204,7 @@ def _again(world: NativeWorld, requests: list[Request], plan: Plan) -> None:
 
 
 class Lister(Policy):
-    """Lists random tokens, a request's the same whatever its place in the batch."""
+    """Lists random tokens; a request's list does not depend on its place in the batch."""
 
     def __init__(self, seed: int, budgets: tuple[float, ...]) -> None:
         self.seed, self.budgets = seed, budgets
@@ -238,7 +238,7 @@ class Lister(Policy):
 def test_native_and_torch_read_the_same_lists(
     lengths: list[int], group: int, budgets: tuple[float, ...], seed: int, dtype: torch.dtype
 ) -> None:
-    """On integers, where ranking is determined, ties included: same reads, same outputs."""
+    """On integers the ranking is determined, ties included: same reads, same outputs."""
     policies = [Lister(seed, budgets)] * len(lengths)
     outs, stats = on_both(lengths, 2, policies, seed=seed, whole=True, dtype=dtype, group=group)
     same_reads(stats)
@@ -273,7 +273,7 @@ def test_a_mixture_has_the_lists_of_each_policy() -> None:
 
 
 def test_a_mixture_of_mixtures_hands_its_record_back() -> None:
-    """Each part finds what the tasks of the whole batch wrote of it."""
+    """Each part gets the entries that the tasks of the whole batch wrote for it."""
     parts = [listed_of([[(4, FULL)], [(5, FULL), (6, FULL)]], 2) for _ in range(3)]
     for part in parts:
         part.record = Record(torch.zeros_like(part.masks), torch.zeros(*part.masks.shape, PAGE))

@@ -1,4 +1,4 @@
-"""Tasks that stop early against Algorithm 1 in float64: the same blocks, the same output, whoever does the work."""
+"""Tasks that stop early, against Algorithm 1 in float64: the same blocks and output, whichever executor runs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fluxion_sglang.kv.placement import BLOCKS, PAGE
 from fluxion_sglang.native import topology
 
 MARGIN = 1e-5
-"""Nearer to the threshold float32 may decide otherwise."""
+"""Within this distance of the threshold, float32 may decide differently."""
 
 isas = pytest.mark.parametrize("isa", topology()["isas"])
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -26,7 +26,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 @dataclass
 class Layer:
-    """A layer that was run: what each task read says the engine, its output, and the queries."""
+    """A layer that was run: the engine's selections, its output, and the queries."""
 
     q: torch.Tensor
     out: torch.Tensor
@@ -41,7 +41,7 @@ def run(
     q: torch.Tensor | None = None, token: torch.Tensor | None = None, budget: torch.Tensor | None = None,
     look: bool = True,
 ) -> Layer:  # fmt: skip
-    """A decode step of one layer under one threshold. token: [B, H, D], its key and its value."""
+    """A decode step of one layer with one threshold. token: [B, H, D], its key and its value."""
     world.begin_step(requests)
     batch = len(requests)
     q = world.randn(batch, world.q_heads, world.dim) if q is None else q.to(world.dtype)
@@ -72,7 +72,7 @@ def reference(
 ) -> tuple[Progress, list[list[int]]]:  # fmt: skip
     """Algorithm 1 for one group, and the tokens of every block. q: [G, D].
 
-    The margin is 0 where float32 may also order the blocks otherwise.
+    The margin is 0 if float32 may order the blocks differently.
     """
     middle, placement = world.middle(request), world.placement
     blocks = [
@@ -93,7 +93,7 @@ def reference(
 
 
 def check(world: NativeWorld, requests: list[Request], layer: Layer, blk: int, stop: float, spread: float) -> bool:
-    """The engine read what Algorithm 1 reads, counted it, and attended to it; False where rounding may decide."""
+    """The engine read and counted what Algorithm 1 reads, and attended to it. False if rounding may decide."""
     tokens = 0
     for b, request in enumerate(requests):
         if not world.middle(request):
@@ -139,7 +139,8 @@ def test_algorithm_1(
 
 
 def listing(scores: torch.Tensor, logits: list[torch.Tensor], stop: float) -> list[int]:
-    """The paper's listing, line by line: one head, one block a microbatch, nothing resident. The blocks it loads."""
+    """The paper's listing, line by line: one head, one block per microbatch, no residents. Returns the loaded
+    blocks."""
     as_acc, as_min, n_left = 0.0, math.inf, len(logits)
     loaded = []
     for b in by_criticality(scores):
@@ -169,8 +170,8 @@ def test_the_reference_is_the_papers_listing() -> None:
 @pytest.mark.parametrize("blk", BLOCKS)
 @pytest.mark.parametrize("last", [False, True])
 def test_one_heavy_block(dtype: torch.dtype, blk: int, last: bool) -> None:
-    """All the weight in one token: found in the first microbatch if its block comes first in the order; where it comes
-    last nothing gives it away before, and the rest is read for what the bound leaves open."""
+    """All the weight is in one token. If its block ranks first, the first microbatch finds it. If it ranks last,
+    nothing reveals it earlier, and the bound forces the rest to be read."""
     world = NativeWorld(dtype=dtype, heads=1, group=1, pages=400)
     keys = world.randn(1400, 1, world.dim) * 0.01
     heavy = world.add(1400, keys=[keys])
@@ -180,17 +181,17 @@ def test_one_heavy_block(dtype: torch.dtype, blk: int, last: bool) -> None:
     heavy.keys[0][at, 0, 0] = -8.0 if last else 8.0
     rewrite(world, heavy)
     layer = run(world, [heavy], blk, 0.95, 1.0, -q if last else q)
-    # Its bound is that of the best key; a block with one key far below is ranked by the others.
+    # Its bound comes from the best key; a block with one very low key is ranked by its other keys.
     assert check(world, [heavy], layer, blk, 0.95, 1.0)
     assert at in layer.chosen[0, 0][0]
     if not last:
-        # A microbatch of a single block has nothing else to bound the rest by.
+        # A microbatch with a single block gives no better bound for the rest.
         microbatches = 2 if blk == MICROBATCH_PAGES * PAGE else 1
         assert len(layer.chosen[0, 0][0]) == microbatches * max(MICROBATCH_PAGES * PAGE, blk)
 
 
 def rewrite(world: NativeWorld, request: Request) -> None:
-    """Puts a request's keys and values into the pool and its window anew."""
+    """Write a request's keys and values into the pool and its window again."""
     pages = torch.tensor(request.pages, dtype=torch.int32)
     world.pool.append(0, pages, 0, request.keys[0], request.values[0])
     placement = world.placement
@@ -200,7 +201,7 @@ def rewrite(world: NativeWorld, request: Request) -> None:
 @pytest.mark.parametrize("union", [False, True])
 @pytest.mark.parametrize("blk", BLOCKS)
 def test_equal_scores(blk: int, union: bool) -> None:
-    """Nothing stands out: the bound is exact, and so much is read as the threshold says, the earlier blocks first."""
+    """With equal scores the bound is exact: the threshold determines how much is read, earlier blocks first."""
     world = NativeWorld(heads=1, group=2, attend_union=union, pages=400)
     request = world.add(1500, keys=[torch.ones(1500, 1, world.dim)])
     layer = run(world, [request], blk, 0.5, 1.0, torch.zeros(1, 2, world.dim))
@@ -214,7 +215,7 @@ def test_equal_scores(blk: int, union: bool) -> None:
 @pytest.mark.parametrize("size", [1e4, 1e15, 3e38, math.inf])
 @pytest.mark.parametrize("union", [False, True])
 def test_huge_scores_and_none(size: float, union: bool) -> None:
-    """Weights beyond any range of exp are compared all the same; a block of keys of -inf weighs nothing."""
+    """Weights beyond the range of exp still compare correctly; a block of keys with -inf weighs nothing."""
     world = NativeWorld(heads=1, group=2, attend_union=union, pages=400)
     keys = torch.zeros(1200, 1, world.dim)
     keys[:, 0, 0] = -size
@@ -273,7 +274,7 @@ def test_small_middles_and_cut_blocks(blk: int, pages: int) -> None:
 
 @pytest.mark.parametrize("union", [False, True])
 def test_budgets_bound_what_is_read(union: bool) -> None:
-    """A head goes no further down its order than its budget, one of 0 chooses nothing."""
+    """A head reads its order only up to its budget; with budget 0 it selects nothing."""
     world = NativeWorld(heads=1, group=4, attend_union=union, pages=400)
     request = world.add(1500)
     budget = torch.tensor([[0.1, 0.0, 0.5, 1.0]])
@@ -360,7 +361,7 @@ def test_residents_must_be_known() -> None:
 
 
 def test_early_exit_among_ordinary_tasks() -> None:
-    """One layer with both kinds: each reads what it would alone."""
+    """One layer with both kinds: each reads the same as alone."""
     world = NativeWorld(pages=400, heads=2)
     request = world.add(1400)
     layer = run(world, [request], 16, torch.tensor([0.0, 0.9]))

@@ -1,8 +1,8 @@
-"""The native C ABI under arguments that cannot be: each is refused with a sentence, or is harmless.
+"""The native C ABI with illegal arguments: each is refused with a message, or is harmless.
 
-Every function of the core's ABI is called as it should be. Then each of its arguments is spoilt in turn: tensors of
-another dtype, rank or size, with holes, and empty; numbers that are negative, huge, or beyond 32 bits. A crash ends
-the test's process; under `make sanitize` so does every access beyond a tensor.
+Every function of the core's ABI is called correctly first. Then each argument is spoilt in turn: tensors of another
+dtype, rank or size, non-contiguous, and empty; numbers that are negative, huge, or beyond 32 bits. A crash ends the
+test's process; under `make sanitize`, so does every access outside a tensor.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SLOT_PAGES = (SINKS + WINDOW + 16) // 16
 B, TOKENS, ANCHOR = 2, 200, 16
 
 NUMBERS = (-1, -(2**31) - 1, -(2**63), 2**31, 2**32, 2**32 + 1, 2**63 - 1)
-"""No size and no index of anything."""
+"""Illegal as any size or index."""
 TESTED_ELSEWHERE = {"csrc/probe", "csrc/cuda", "csrc/device"}
-"""Folders whose functions measure, or are a device's: no request comes near them."""
+"""Folders whose functions measure or belong to a device; requests do not reach them."""
 ANY_NUMBER = {
     ("workers_create", 0): "as many threads as there may be; fewer than one are refused",
     ("workers_create", 2): "a time to spin, bounded; below 0: what is best",
@@ -50,11 +50,11 @@ ANY_NUMBER = {
     ("engine_task_done", 6): "a count for the statistics",
     ("engine_selection", 1): "a claim: none of these holds",
 }
-"""Arguments that may be any number, and what one means: (function, index)."""
+"""Arguments that accept any number, and its meaning: (function, index)."""
 
 
 class Rig:
-    """What the functions work on."""
+    """Objects that the functions need."""
 
     def __init__(self) -> None:
         self.workers = Workers(2)
@@ -87,7 +87,7 @@ class Rig:
         function("program_gate_mul")(self.program, self.kept[0], False, *self.kept[1:])
 
     def calls(self) -> dict[str, list[Any]]:
-        """A good call of every function: its arguments, made anew."""
+        """A good call of every function: its arguments, created anew."""
         q, kv = torch.randn(B, HQ, DIM), torch.randn(B, HEADS, DIM)
         pool, engine, hgca, lfps = self.pool.handle, self.engine.handle, self.hgca, self.lfps
         chunk, out = torch.randn(20, HEADS, DIM), torch.empty(20, HQ, DIM)
@@ -214,10 +214,10 @@ def u16(*size: int) -> torch.Tensor:
 
 
 def spoilt(value: Any) -> Iterator[tuple[str, Any, bool]]:
-    """What cannot be, in place of a good argument: a name, the argument, and whether it has to be refused.
+    """Illegal replacements of a good argument: a name, the argument, and whether it must be refused.
 
-    A size that the function is free to choose (how many tokens, how many pages) may be another one: that is harmless,
-    or does not fit the rest.
+    A size that the function is free to choose (number of tokens or pages) may differ: then it is harmless, or does not
+    fit the other arguments.
     """
     if isinstance(value, bool | str) or value is None:
         yield "an object", object(), True
@@ -272,7 +272,7 @@ OTHERS = {
     "measure": "test_measure.py", "hgca_lists": "test_hgca.py",
     "lfps_plan": "test_lfps_tables.py", "lfps_update": "test_lfps_tables.py",
 }  # fmt: skip
-"""Functions that are not called here, and why, or where their arguments are spoilt."""
+"""Functions that are not called here, with the reason or the place of their tests."""
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +285,7 @@ def test_every_function_is_here(rig: Rig) -> None:
 
 
 def test_a_pool_that_nobody_could_count_is_refused() -> None:
-    """Each of its sizes could be; all of them together are more bytes than 64 bits hold."""
+    """Each size is legal, but all together exceed 64 bits of bytes."""
     with pytest.raises(ValueError, match="more bytes than a machine has addresses for"):
         function("pool_bytes")(4096, 1024, 2**27 - 1, 256, 0, False)
     with pytest.raises(ValueError, match="it needs 2 to 134217727"):
@@ -293,7 +293,7 @@ def test_a_pool_that_nobody_could_count_is_refused() -> None:
 
 
 def settle(rig: Rig) -> None:
-    """No layer open, and a step of the usual size, whatever the last call did."""
+    """Restore the state: no open layer, and a step of the usual size."""
     rig.engine.abandon()
     rig.engine.step(rig.rows, rig.lengths, rig.table)
 
@@ -308,7 +308,7 @@ def test_spoilt_arguments(rig: Rig, name: str) -> None:
             arguments[at] = bad
             try:
                 function(name)(*arguments)
-                # What was started reads the arguments until it ends.
+                # Started work reads the arguments until it ends.
                 if name in ("engine_layer_begin", "engine_middle_begin"):
                     function("engine_layer_finish")(rig.engine.handle)
             except (ValueError, RuntimeError, TypeError, IndexError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""Which requests of a step are read together: the best division of any forest of page tables."""
+"""Requests of a step that are read together: the best partition for any forest of page tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST_PAGES, LEAST_GAIN = 16, 1 / 16
 
 
 def families(tables: list[list[int]], first: int, together: int) -> dict[frozenset[int], int]:
-    """Members -> logical page where what they share ends, as the library finds them; middles end where tables do."""
+    """Members -> logical page at the end of the shared part, computed by the library; middles end where tables do."""
     width = max(map(len, tables)) + 1
     table = torch.full((len(tables), width), -7, dtype=torch.int32)
     for row, pages in zip(table, tables, strict=True):
@@ -31,7 +31,7 @@ def families(tables: list[list[int]], first: int, together: int) -> dict[frozens
 
 
 def common(tables: list[list[int]]) -> int:
-    """How many leading pages are the same in all of them."""
+    """Number of equal leading pages in all tables."""
     return next((i for i, pages in enumerate(zip(*tables, strict=False)) if len(set(pages)) > 1), min(map(len, tables)))
 
 
@@ -44,7 +44,7 @@ def saved(tables: list[list[int]], first: int, together: int) -> int:
 
 
 def most_saved(tables: list[list[int]], first: int, together: int) -> int:
-    """The best there is: of the sets of requests with one prefix any that have no request in common."""
+    """The maximum over all partitions: disjoint sets of requests, each with a common prefix."""
     worth: dict[frozenset[int], int] = {}
     for depth in range(max(map(len, tables)) + 1):
         branches: dict[tuple[tuple[int, ...], bool], set[int]] = {}
@@ -70,7 +70,7 @@ def best_of(worth: dict[frozenset[int], int]) -> int:
 
 @st.composite
 def forests(draw: st.DrawFn, most: int = 7) -> list[list[int]]:
-    """Page tables that grow by runs of fresh pages, from nothing or from any prefix of an earlier one."""
+    """Page tables that grow by runs of fresh pages, from nothing or from a prefix of an earlier table."""
     fresh = iter(random.Random(draw(st.integers(0, 99))).sample(range(1, 100_000), 8000))
     sizes = st.sampled_from([0, 1, 3, 15, 16, 17, 18, 40, 255, 256, 257, 300, 700])
     tables: list[list[int]] = []
@@ -99,7 +99,7 @@ def test_families_save_the_most_page_reads(tables: list[list[int]], first: int, 
 
 
 def test_a_document_is_worth_more_than_the_prompt_before_it() -> None:
-    """Two documents after one system prompt, with forks each, and one request that has the prompt alone."""
+    """Two documents after one system prompt, with forks each, and one request with only the prompt."""
     system, one, two = range(100), range(100, 1000), range(1000, 3000)
     tables = [[*system, *document, 10_000 + i] for i, document in enumerate([one, two, range(0), two, one, two])]
     assert families(tables, 4, 16) == {frozenset({0, 4}): 1000, frozenset({1, 3, 5}): 2100}

@@ -1,4 +1,4 @@
-"""The native pool: what it holds equals a recomputation, whatever was appended, shared, freed and reused."""
+"""The native pool equals a recomputation after any appends, shares, frees and reuses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def moments(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Path:
-    """A request: its pages, and per layer all of its keys and values [n, H, D]."""
+    """A request: its pages, and all its keys and values per layer [n, H, D]."""
 
     pages: list[int]
     keys: list[torch.Tensor]
@@ -53,9 +53,9 @@ class Path:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Requests grow by chunks and by decoding, share prefixes, diverge, end; freed pages return in any order.
+    """Requests grow by chunks and by decoding, share prefixes, diverge and end; freed pages return in any order.
 
-    There are few pages, so that coarse entries collide all the time.
+    Pages are few, so that coarse entries constantly collide.
     """
 
     @initialize(
@@ -71,14 +71,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.free = (torch.randperm(69, generator=self.random) + 1).tolist()
         self.uses: dict[int, int] = {}
         self.paths: list[Path] = []
-        # Last page whose block was sealed into each coarse entry.
+        # Last page of the block that was sealed into each coarse entry.
         self.tags = {j: [-1] * -(-70 // 2**j) for j in (1, 2, 3)}
 
     def pick(self, count: int) -> int:
         return int(torch.randint(count, (), generator=self.random))
 
     def grow(self, path: Path, count: int) -> int:
-        """Gives the path pages for `count` tokens more, or as many as there are; how many tokens fit."""
+        """Give the path pages for up to `count` more tokens; return the number of tokens that fit."""
         count = min(count, (len(path.pages) + len(self.free)) * PAGE - path.length)
         while len(path.pages) * PAGE < path.length + count:
             page = self.free.pop(self.pick(len(self.free)))
@@ -87,7 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
         return count
 
     def draw(self, count: int) -> torch.Tensor:
-        """[count, H, D], values of mixed size; a slice of something larger, strided over tokens and heads."""
+        """[count, H, D] with mixed magnitudes; a slice of a larger tensor, strided over tokens and heads."""
         fused = torch.randn(count, self.heads * 3, self.dim + 16, generator=self.random).to(self.dtype)
         return (fused * 10.0 ** (self.pick(5) - 2))[:, ::3, : self.dim]
 
@@ -144,7 +144,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(path.length >= PAGE for path in self.paths))
     @rule(full=st.integers(1, 20), count=st.integers(1, 150))
     def share(self, full: int, count: int) -> None:
-        """A radix hit on the first `full` pages of another request, which then goes its own way."""
+        """A radix hit on the first `full` pages of another request; then they diverge."""
         parents = [path for path in self.paths if path.length >= PAGE]
         parent = parents[self.pick(len(parents))]
         full = min(full, parent.length // PAGE)
@@ -200,7 +200,7 @@ class PoolMachine(RuleBasedStateMachine):
                 here = slice(logical * PAGE, (logical + 1) * PAGE)
                 want += moments(keys[here], values[here])
                 scale += moments(keys[here].abs(), values[here].abs())
-            # Sums that cancel are as exact as what was summed.
+            # Cancelling sums are as exact as their terms.
             error = (sums[:, path.pages[logical]] - want).abs()
             assert bool((error <= 1e-12 * scale).all())
 
@@ -210,7 +210,7 @@ TestPool.settings = settings(max_examples=examples(30), stateful_step_count=15, 
 
 
 def test_every_page_of_memory_is_there_once_the_pool_is_made() -> None:
-    """Whoever pins it finds it where the workers put it, each head on the node of the one that touched it."""
+    """All pages are present before memory is pinned, each head on the node of the worker that touched it."""
     pool = make_pool(layers=3, heads=3, pages=500)
     memory = pool.tensor("memory", 0)
     last = pool.tensor("moments", 2)
@@ -224,7 +224,7 @@ def test_every_page_of_memory_is_there_once_the_pool_is_made() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("placement", [Placement(), Placement(0, 16), Placement(16, 80)], ids=str)
 def test_a_filled_window_holds_what_the_placement_says(dtype: torch.dtype, placement: Placement) -> None:
-    """The residents of every length, each in its slot, and no other row touched."""
+    """The residents of every length, each in its slot; no other row is touched."""
     most = placement.slots * 2 + 40
     pool = make_pool(dtype=dtype, pages=100, sink_pages=placement.sink_pages)
     pages = torch.randperm(99)[: -(-most // PAGE)].add(1).int()
@@ -316,14 +316,14 @@ def test_a_view_outlives_its_pool() -> None:
     tiles = pool.tensor("tiles", 0)
     tiles.fill_(3.0)
     del pool
-    make_pool()  # would be mapped where the first was
+    make_pool()  # would be mapped at the address of the first
     assert bool((tiles == 3.0).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("count", "there"), [(1, 0), (9, 0), (9, 4), (40, 3), (40, 39)])
 def test_tiles_that_somebody_else_wrote_are_adopted(dtype: torch.dtype, count: int, there: int) -> None:
-    """Everything that follows from the tiles is as if they had been appended."""
+    """All data derived from the tiles equals that after an append."""
     made, adopted = (make_pool(pages=80, dtype=dtype) for _ in range(2))
     pages = (torch.randperm(79)[:count] + 1).int()
     k, v = (torch.randn(count * PAGE, 2, 32).to(dtype) for _ in "kv")

@@ -23,7 +23,7 @@ Load = Callable[[Path], object]
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Loads the library from a path, past the cached one."""
+    """Load the library from a path, bypassing the cached one."""
 
     def load_from(path: Path) -> object:
         monkeypatch.setenv("FLUXION_LIBRARY", str(path))
@@ -147,7 +147,7 @@ def test_the_isa_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def python(code: str, **environment: str) -> str:
-    """Standard output of a fresh Python that ends by itself."""
+    """Standard output of a fresh Python that must exit normally."""
     path = os.pathsep.join([str(Path(native.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True,
@@ -181,7 +181,7 @@ print("both")
 
 
 def test_workers_start_where_they_may_not_choose_their_cores() -> None:
-    """A service manager's sandbox may forbid it: then they run wherever the kernel puts them."""
+    """A service manager's sandbox may forbid pinning: then the kernel places them."""
     answer = python(NO_AFFINITIES).split("\n")[0]
     if answer == "no filters here":
         pytest.skip("this kernel takes no seccomp filter")
@@ -200,7 +200,7 @@ def native_threads() -> dict[str, str]:
     for status in Path("/proc/self/task").glob("*/status"):
         try:
             fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        except OSError:  # ended meanwhile
+        except OSError:  # it has ended
             continue
         if fields["Name"].strip().startswith("fluxion-"):
             found[status.parent.name] = fields["Cpus_allowed_list"].strip()
@@ -247,7 +247,7 @@ def test_a_caller_on_the_core_of_a_worker_leaves_it() -> None:
             world.engine.layer_finish()
     finally:
         os.sched_setaffinity(0, affinity)
-    assert left > 15  # the scheduler may have other plans
+    assert left > 15  # the scheduler may decide otherwise
 
 
 def test_a_core_that_is_not_ours() -> None:
@@ -282,7 +282,7 @@ def test_handles_of_another_kind_are_refused() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_forked_child_computes_and_exits() -> None:
-    """It has none of the threads: the caller does everything, and the end waits for nobody."""
+    """The child has none of the threads: the caller does everything, and the exit does not wait."""
     world = NativeWorld(workers=3)
     request = world.add(300)
     pages = torch.tensor(request.pages, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What a process may use of a machine, read from the files of machines that are not there."""
+"""Resources that a process may use, read from the files of simulated machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fluxion_sglang.native import Workers, function, topology
 
 
 class Machine:
-    """Folders and files as Linux has them."""
+    """Folders and files in Linux's format."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -135,7 +135,7 @@ def test_a_server_has_as_many_workers_as_time(monkeypatch: pytest.MonkeyPatch) -
 def test_servers_that_share_a_machine_by_quotas_do_not_pin_to_its_first_cores(
     monkeypatch: pytest.MonkeyPatch, quota: float, config: dict[str, Any], pinned: bool
 ) -> None:
-    """Another container would pin its own to the same ones, and both would have half of them."""
+    """Another container would pin its workers to the same cores, and each would get half of them."""
     here, found = topology() | {"cores": [0, 1], "numa": []}, []
     monkeypatch.setattr(workers, "topology", lambda: here | {"cpu_quota": quota})
     monkeypatch.setattr(workers, "Workers", lambda *given: found.append(given))
@@ -168,11 +168,11 @@ def test_workers_leave_cores_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("nodes", "ranks", "expected"),
     [
-        # Eight physical cores of two threads each, as Linux numbers them: the second threads come after all first ones.
+        # Eight physical cores with two threads each in Linux's numbering: second threads come after all first ones.
         (["0-3,8-11", "4-7,12-15"], 2, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]),
         (["0-3,8-11", "4-7,12-15"], 4, [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]),
         (["0-3,8-11", "4-7,12-15"], 3, [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13]]),
-        # Nodes that deal with cores in turn.
+        # Cores alternate between nodes.
         (["0,2,4,6,8,10,12,14", "1,3,5,7,9,11,13,15"], 2, [[0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15]]),
         (["0-15"], 1, [list(range(16))]),
         (["0-15"], 9, [[core] for core in range(9)]),
@@ -193,12 +193,12 @@ def test_ranks_divide_physical_cores(machine: Machine, nodes: list[str], ranks: 
     ("nodes", "dealt", "touching", "expected"),
     [
         (["0-7"], range(8), 1, ""),  # one node
-        (["0-3", "4-7"], range(8), 8, ""),  # everybody touches
-        (["0-3", "4-7"], range(8), 4, "0,1"),  # four KV heads: the first four workers do, all on node 0
+        (["0-3", "4-7"], range(8), 8, ""),  # all workers touch memory
+        (["0-3", "4-7"], range(8), 4, "0,1"),  # four KV heads: the first four workers touch, all on node 0
         (["0-3", "4-7"], range(8), 1, "0,1"),
         (["0-3", "4-7"], [0, 4, 1, 5], 2, ""),  # one on each node
-        (["0-3", "4-7"], range(4), 1, ""),  # the rank's cores are on one node: its memory, too
-        (["0-1", "2-3", "", "4-7"], [0, 2, 4], 2, "0,1,3"),  # a node without cores has none to read it from
+        (["0-3", "4-7"], range(4), 1, ""),  # the rank's cores are on one node, and so is its memory
+        (["0-1", "2-3", "", "4-7"], [0, 2, 4], 2, "0,1,3"),  # no core reads from a node without cores
     ],
 )
 def test_memory_that_few_would_touch_is_interleaved(
@@ -228,7 +228,7 @@ def test_nodes_are_left_out_only_if_nobody_has_cores_there(
 
 @pytest.mark.parametrize("nodes", [2, 3, 5])
 def test_no_page_is_left_out_of_what_nodes_touch_in_turn(nodes: int) -> None:
-    """Sizes that the huge pages do not divide, and more nodes than huge pages."""
+    """Sizes that are no multiples of huge pages, and more nodes than huge pages."""
     faults = tvm_ffi.load_module(Path(os.environ["FLUXION_DEVICE_LIBRARIES"]) / "libfluxion_faults.so")
     for bytes_ in (4096, (2 << 20) - 4096, 4 << 20, (7 << 20) + 8192):
         core = int(topology()["cores"][0])

@@ -50,7 +50,7 @@ def test_specs(spec: str, blk: int, budget: float) -> None:
     ],
 )
 def test_what_the_selector_may_choose_from(spec: str, blk: list[int], budget: list[float]) -> None:
-    """Heads of four, the first of which needs the middle."""
+    """Groups of four heads, the first of which needs the middle."""
     budgets = torch.tensor([0.25, 0.25, 0.25, 0.5]).expand(1, 4, 4).clone()
     budgets[0, 1:] = 0
     features = torch.zeros(1, 4, COUNT)
@@ -74,7 +74,7 @@ def test_what_the_selector_may_choose_from(spec: str, blk: list[int], budget: li
         "fixed:16:nan", "fixed:16.0:0.5", "fixed:1:0.5", "streaming:0", "oracle", "oracle:0", "oracle:2",
         "oracle:16:0.05", "oracle:inf", "oracle:0.0_5", "oracle: 0.5", "oracle:0.5\n", "oracle:-0.5", "oracle:+0.5",
         "oracle:\u0660.\u0665", "oracle:.", "oracle:0x1",
-        "oracle:1e-46", "fixed:16:1e-46", "fixed:16:1e-999",  # 0 in the float32 of a plan
+        "oracle:1e-46", "fixed:16:1e-46", "fixed:16:1e-999",  # 0 in a plan's float32
         "anchor:0.1:24", "anchor:0.1:", "anchor:0.1:any:", "anchor:0.1:16:some", "anchor:0.1:any:all:more",
         "score95:any", "lfps:0", "lfps:0.05:0.2", "lfps:0.05:0.2:0", "lfps:0.05:0.2:0.2:0.2", "psa:0", "psa:1.5",
         "psa:0.95:24", "psa:0.95:32:center", "psa:0.95:32:mean:more", "psa:", "sketch:1.1", "sketch:0",

@@ -1,4 +1,4 @@
-"""What docs/extend.md shows works as it stands there: the example, its tests, and its name in another process."""
+"""The contents of docs/extend.md work unchanged: the example, its tests, and its name in another process."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_the_example_passes_its_tests(installed: Path) -> None:
 
 
 def test_another_process_knows_its_name(installed: Path) -> None:
-    """A configuration that names it is legal, and gives it its arguments; what its class refuses is said, and what is
-    broken in a package is one sentence."""
+    """A configuration may name it and pass arguments. Refusals of its class are reported, and a broken package gives
+    one sentence."""
     broken = {
         "lost = nothing_of_this_name:Policy": "cannot be made .*ModuleNotFoundError",
         "number = taper:BLK": "makes no fluxion_sglang.policy.Policy",

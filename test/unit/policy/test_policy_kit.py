@@ -1,4 +1,4 @@
-"""Every policy there is keeps what every policy must; and the checks do find those that do not."""
+"""Every policy passes the checks for policies, and the checks find policies that break the rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fluxion_sglang.predictor.network import HeadPredictor
 
 
 def predictor(tau: float | None) -> LoadedPredictor:
-    """One that nobody trained: what it says is arbitrary, and always the same."""
+    """An untrained predictor: its output is arbitrary but deterministic."""
     torch.manual_seed(0)
     return LoadedPredictor(HeadPredictor().eval(), tau or 0.1, 0.0, torch.rand(8, 32, 4) + 0.5, {})
 
@@ -27,7 +27,7 @@ def make(spec: str) -> Policy:
 
 
 QUICK = {"full", "fluxion", "sketch", "hgca", "lfps"}
-"""Nothing chosen, and choices by features, by sketches and by state that lives as long as a request."""
+"""Policies that select nothing, by features, by sketches, and by state with the lifetime of a request."""
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
@@ -39,7 +39,7 @@ def test_every_policy(spec: str, check: Callable[[Make], None]) -> None:
 
 
 class Broken(FixedPolicy):
-    """Budgets of a half, until a test breaks it."""
+    """Budgets of one half, until a test breaks it."""
 
     def __init__(self) -> None:
         super().__init__(16, 0.5)
@@ -84,7 +84,7 @@ class Crowded(Broken):
 
 
 class Remembering(Broken):
-    """Reads less at every step of a row; `released` is what a test makes of it."""
+    """Reads less at every step of a row; a test decides what `released` does."""
 
     needs = Needs.NOTHING
 
@@ -105,7 +105,7 @@ class Remembering(Broken):
 
 
 class Mindful(Remembering):
-    """As it should be."""
+    """A correct version."""
 
     def bind(self, world: object) -> None:
         super().bind(world)  # type: ignore[arg-type]

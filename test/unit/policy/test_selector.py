@@ -1,4 +1,4 @@
-"""The granularity-budget selector: native, torch, and a search in exact fractions say the same."""
+"""The granularity-budget selector: native code, torch, and a search in exact fractions agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fluxion_sglang.policy.base import LayerPlan, task_value
 from fluxion_sglang.predictor.inference import plan_groups
 
 BLOCKS = (16, 32, 64, 128)
-# Multiples of a power of two make ties that are exact.
+# Multiples of a power of two give exact ties.
 COARSE = st.integers(-8, 40).map(lambda i: i / 32)
 BUDGETS = st.one_of(COARSE, st.floats(-0.5, 1.5, width=32), st.sampled_from([0.0, 1.0, 2.0, -1.0, 1e-30, 1e30]))
 SLOPES = st.one_of(st.integers(-4, 8).map(lambda i: i / 64), st.floats(-0.125, 0.3125, width=32), st.just(0.0))
@@ -32,7 +32,7 @@ def native(
     pred: torch.Tensor, middle: torch.Tensor, kv_heads: int, threshold: float, margins: torch.Tensor,
     blocks: Sequence[int] = BLOCKS,
 ) -> LayerPlan:  # fmt: skip
-    """plan_groups into memory that holds rubbish."""
+    """plan_groups with output tensors that hold garbage."""
     batch = len(middle)
     plan = LayerPlan(
         torch.full((batch, kv_heads), -5, dtype=torch.int32),
@@ -53,7 +53,7 @@ def assert_same(got: LayerPlan, want: LayerPlan) -> None:
 
 
 def search(heads: list[list[float] | None], tokens: int, among: Sequence[int] = BLOCKS) -> tuple[int, list[float]]:
-    """Block size and budgets of one group; heads: budgets at the four block sizes, None a streaming head."""
+    """Block size and budgets of one group; heads: budgets at the four block sizes, None for a streaming head."""
     if tokens == 0 or all(head is None for head in heads):
         return 0, [0.0] * len(heads)
     found: tuple[Fraction, int, list[float]] | None = None
@@ -76,7 +76,7 @@ def search(heads: list[list[float] | None], tokens: int, among: Sequence[int] = 
 
 
 def predicted(bgt0: float, k: float, blk: int, tokens: int, margin: float) -> float:
-    """The line, at least one block, times the margin."""
+    """The predicted line, at least one block, times the margin."""
     wanted = bgt0 + k * math.log2(blk)
     return margin * (wanted if math.isnan(wanted) else max(wanted, blk / tokens if blk < tokens else 1.0))
 
@@ -151,7 +151,7 @@ def test_measured_budgets(data: st.DataObject) -> None:
 def plan_of(
     rows: list[tuple[float, float, float]], tokens: int, kv_heads: int = 1, margins: torch.Tensor | None = None
 ) -> LayerPlan:
-    """Both forms, which must agree."""
+    """The plan of both implementations, which must agree."""
     pred, middle = torch.tensor(rows), torch.tensor([tokens], dtype=torch.int32)
     margins = torch.ones(len(rows), len(BLOCKS)) if margins is None else margins
     plan = native(pred, middle, kv_heads, 0.0, margins)
@@ -173,7 +173,7 @@ def test_steep_budgets_take_the_smallest_block() -> None:
 
 
 def test_a_tie_takes_the_larger_block() -> None:
-    # Between 16 and 32 the metadata saves 1/32 and the budgets cost 1/32; beyond they cost more than they save.
+    # From 16 to 32 the metadata saves 1/32 and the budgets cost 1/32; beyond, they cost more than they save.
     plan = plan_of([(0.125, 1 / 32, -1.0)], 65536)
     assert plan.blk.item() == 32
 
@@ -197,7 +197,7 @@ def test_an_empty_middle_makes_no_task() -> None:
 def test_a_budget_is_at_least_one_block_and_at_most_everything() -> None:
     assert plan_of([(-3.0, 0.0, -1.0)], 1024).budget.item() == 32 / 1024  # the cheapest scan and block
     assert plan_of([(7.0, 0.0, -1.0)], 1024).budget.item() == 1.0
-    assert plan_of([(-3.0, 0.0, -1.0)], 16).budget.item() == 1.0  # the one block is longer than the middle
+    assert plan_of([(-3.0, 0.0, -1.0)], 16).budget.item() == 1.0  # the only block is longer than the middle
 
 
 def test_margins_are_of_the_head_and_the_block_size() -> None:

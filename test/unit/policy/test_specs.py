@@ -1,6 +1,6 @@
-"""The grammar of policy specs: what is legal is read as it is meant, and everything else is refused in one sentence.
+"""The grammar of policy specs: legal specs are parsed correctly, and all others are refused in one sentence.
 
-Specs come from clients. Whatever a string holds, reading it raises nothing but ValueError, and takes no time.
+Specs come from clients. Parsing a string of any contents raises nothing but ValueError, and takes almost no time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fluxion_sglang.sglang.requests.requests import RequestPolicies
 from fluxion_sglang.wishes import POLICY
 
 MOST_S = 0.05
-"""Of a processor, for one spec."""
+"""Processor time for one spec, in seconds."""
 SENTENCE = 2000
-"""Characters of a refusal: the legal forms and at most 60 of the wrong spec."""
+"""Characters of a refusal: the legal forms and at most 60 characters of the illegal spec."""
 
 plain = settings(max_examples=tries(400), deadline=None)
 
@@ -33,7 +33,7 @@ shares = st.builds(
     st.floats(1e-6, 1, allow_subnormal=False),
     st.sampled_from(["{:.6f}", "{:.3e}", "{:.3E}", "{!r}", "{:.7g}"]),
 ).filter(lambda text: 0 < float(text) <= 1)
-"""A fraction as people write it: 0.05, 5e-2, .5"""
+"""A fraction in common notations: 0.05, 5e-2, .5"""
 shares |= st.sampled_from(["1", "1.0", ".5", "5.e-1", "1."])
 blocks = st.sampled_from(["16", "32", "64", "128"])
 
@@ -58,14 +58,14 @@ good = (
 
 
 def state(policy: Policy) -> dict[str, object]:
-    """What a policy was made with."""
+    """The arguments of a policy."""
     return {name: value for name, value in vars(policy).items() if isinstance(value, str | int | float | tuple)}
 
 
 @plain
 @given(good)
 def test_legal_specs(spec: str) -> None:
-    """Read, written, and read again, a policy is the same."""
+    """Parsing, printing and parsing again gives the same policy."""
     check_spec(spec)
     policy = parse_spec(spec)
     assert policy.spec == spec
@@ -74,7 +74,7 @@ def test_legal_specs(spec: str) -> None:
 
 
 def test_the_grammar_is_all_of_it() -> None:
-    """Every form that a refusal names begins like one that is tried here."""
+    """Every form in a refusal begins like one that is tested here."""
     names = {form.partition(":")[0].partition("[")[0] for form in legal()}
     tried = {"full", "streaming", "hgca", "psa", "lfps", "score95", "output10"}
     tried |= {"fixed", "oracle", "anchor", "labels", "sketch"}
@@ -82,7 +82,7 @@ def test_the_grammar_is_all_of_it() -> None:
 
 
 def refused(spec: str) -> str | None:
-    """The sentence that refuses a spec; None where it is legal. Asserts that it is one, and comes at once."""
+    """The refusal of a spec; None if it is legal. Asserts that it is one sentence and comes at once."""
     start = time.process_time()
     try:
         check_spec(spec)
@@ -96,7 +96,7 @@ def refused(spec: str) -> str | None:
     return sentence
 
 
-# What breaks readers: other scripts' digits, signs, blanks, NUL, surrogates, formats, very long ones, very many parts.
+# Inputs that break parsers: other scripts' digits, signs, blanks, NUL, surrogates, formats, very long ones, many parts.
 letters = st.text(alphabet=st.characters(), max_size=300)
 odd = ["nan", "inf", "-0.5", "+0.5", "0x1p-1", "1_0", "\uff11", "\u0660.\u0665", "1e999999999", "1e-999999999", ""]
 numbers = st.sampled_from([*odd, "0" * 120, "9" * 120])
@@ -122,12 +122,12 @@ def test_hostile_strings(spec: str) -> None:
 @plain
 @given(good, st.randoms(use_true_random=False))
 def test_legal_specs_with_a_slip(spec: str, rng: random.Random) -> None:
-    """A character more, less or other: legal or refused, and what is legal is a spec that can be used."""
+    """One character added, removed or changed: legal or refused; a legal spec is usable."""
     at = rng.randrange(len(spec))
     new = rng.choice(string.printable)
     for slip in (spec[:at] + spec[at + 1 :], spec[:at] + new + spec[at:], spec[:at] + new + spec[at + 1 :]):
         if refused(slip) is None:
-            with suppress(ValueError):  # a predictor that nobody has
+            with suppress(ValueError):  # there is no predictor here
                 assert parse_spec(slip).spec == slip
 
 
@@ -144,7 +144,7 @@ class Params:
 
 
 class Request:
-    """Of SGLang's request, what is asked of it."""
+    """The fields of SGLang's request that the processor reads."""
 
     def __init__(self, custom: object) -> None:
         self.sampling_params = Params(custom)
@@ -159,7 +159,7 @@ class Request:
 @plain
 @given(json_values | nasty, st.booleans())
 def test_whatever_a_request_says(value: object, allowed: bool) -> None:
-    """It is the server's policy, a legal one, or a reason for this request to end."""
+    """The result is the server's policy, a legal one, or a reason to end this request."""
     server = parse_spec("full")
     policies = RequestPolicies(server, allowed, BARE)
     requests = [Request({POLICY: value}), Request(value), Request(None)]

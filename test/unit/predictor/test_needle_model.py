@@ -1,4 +1,4 @@
-"""The bundled model's training: its data says what it asks, a run resumes exactly, and its model is Llama."""
+"""The bundled model's training: its data states what it asks, a run resumes exactly, and its model is Llama."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = Shape(hidden=64, inter=96, layers=2, heads=4, kv_heads=2, head_dim=16)
 
 
 def stated(tokens: list[int]) -> tuple[list[list[int]], list[list[int]]]:
-    """Facts (key and value) and links that stand in a sequence."""
+    """Facts (key and value) and links of a sequence."""
     facts, links, at = [], [], 0
     while at < len(tokens):
         if tokens[at] in (needle.FACT, needle.LINK) and needle.END in tokens[at:]:
@@ -45,7 +45,7 @@ def test_every_answer_was_stated_before(seed: int, layout: tuple[float, float], 
     for at, kind in enumerate(kinds):
         if kind in (FACT_VALUE, MULTI):
             facts, _ = stated(tokens[: at + 1])
-            # From the key on, what is being answered is the beginning of a fact.
+            # An answer that starts with a key is the beginning of a fact.
             start = max(i for i in range(at + 1) if tokens[i] in (needle.ANSWER, needle.END)) + 1
             begun = [*tokens[start : at + 1], int(batch.targets[0, at])]
             assert any(fact[: len(begun)] == begun for fact in facts), begun
@@ -66,7 +66,7 @@ def test_values_of_one_key_are_listed_in_order(seed: int) -> None:
                 values[-1].append(tokens[at])
             if tokens[at] == needle.ANSWER:
                 values.append([])
-        longest = max(longest, *map(len, values))  # a document may ask for none
+        longest = max(longest, *map(len, values))  # a document may ask for no chain
         assert all(answer == sorted(set(answer)) for answer in values)
     assert longest > 1
 
@@ -137,7 +137,7 @@ def test_the_folder_is_a_llama_that_computes_the_same(tmp_path: Path) -> None:
 
 
 def test_pressure_measures_what_sinks_and_window_miss() -> None:
-    """Against attention written out for each probe."""
+    """Compare with attention written out for each probe."""
     torch.manual_seed(1)
     B, Hq, H, T, D = 2, 4, 2, 900, 8
     q, k, v = torch.randn(B, Hq, T, D), torch.randn(B, H, T, D), torch.randn(B, H, T, D)
@@ -158,7 +158,7 @@ def test_pressure_measures_what_sinks_and_window_miss() -> None:
 
 
 def test_least_budget_is_where_the_error_stays_within_tau() -> None:
-    """Against attention computed anew for every number of blocks."""
+    """Compare with attention computed anew for every number of blocks."""
     torch.manual_seed(2)
     Hq, H, T, D, tau, blk = 4, 2, 700, 8, 0.1, 32
     steps = torch.tensor([650, 699])

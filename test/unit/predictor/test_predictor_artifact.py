@@ -1,4 +1,4 @@
-"""A predictor's folder: what was saved comes back, and whatever does not fit is refused in one sentence."""
+"""A predictor's folder: saved data comes back, and unsuitable data is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """With the right checksum, as if a training had written them."""
+    """Change the weights and keep the checksum right, as if a training had written them."""
     state = load_file(folder / FIRST)
     change(state)
     save_file(state, folder / FIRST)

@@ -1,4 +1,4 @@
-"""Calibration: what is decoded of held-out sequences, what is counted of it, and which tau becomes the default."""
+"""Calibration: what is decoded of held-out sequences, what counts, and which tau becomes the default."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ VOCABULARY = 16
 
 
 class FakeServer:
-    """Serves forced requests: `full` is sure of every target, the others of token 0; a head is off by `errors`."""
+    """Serves forced requests: `full` is certain of every target, other policies of token 0; a head's error is in
+    `errors`."""
 
     def __init__(self, errors: dict[str, float]) -> None:
         self.errors = errors
@@ -63,7 +64,7 @@ def test_ends_are_answers_and_the_last_tokens_of_texts() -> None:
 
 
 def test_an_end_stays_with_its_sequence() -> None:
-    """A sequence that is left out shifts none of the others: the text is no answer, and the answer is one."""
+    """A skipped sequence does not shift the others: here the text is no answer, and the answer is one."""
     short, answer, text = sequence(400, 1, 3), sequence(400, 5, 4), TokenSequence((0,) * 80)
     server: Any = FakeServer({"full": 0.0, "fluxion:0.1": 0.2, "fluxion:0.3": 0.2})
     full, tight, loose = measure(server, ends([short, answer, text]), [0.1, 0.3])
@@ -79,7 +80,7 @@ def test_an_end_stays_with_its_sequence() -> None:
 
 @pytest.mark.parametrize("kept", [0, 0.5])
 def test_an_audit_that_was_cut_short_is_an_error(kept: float) -> None:
-    """As where the folder for temporary files is full: the numbers would be of some of the steps."""
+    """For instance when the temporary folder is full: the numbers would cover only some of the steps."""
 
     class Short(FakeServer):
         def audited(self) -> list[NDArray[Any]]:

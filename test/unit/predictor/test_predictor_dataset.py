@@ -1,4 +1,4 @@
-"""Training data: what lines are sequences, which steps are taken, and what the tables hold."""
+"""Training data: which lines are sequences, which steps are used, and the contents of the tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOM = 50
 
 
 def letters(text: str, add_special_tokens: bool = True) -> list[int]:
-    """As a tokenizer that adds nothing."""
+    """A tokenizer that adds nothing."""
     return [ord(letter) for letter in text]
 
 
@@ -134,7 +134,7 @@ def test_a_table_has_the_labels_of_its_tau(tmp_path: Path) -> None:
     q = torch.randn(950, 8, 64, generator=torch.Generator().manual_seed(1))
     recorder, wishes = Recorder(tmp_path, world.pool), {"id": 4, "samples": [[600, [700, 899]]]}
     for layer in range(world.layers):
-        # The anchor comes in the same chunk or an earlier one, and there are chunks behind the last step.
+        # The anchor lies in the same chunk or an earlier one, and there are chunks after the last step.
         for start, stop in ((0, 512), (512, 900), (900, 950)):
             request = ExtendRequest(1, start, stop, 0, world.page_list(1, 950))
             recorder.prefilled(layer, request, wishes, q[start:stop], world.scale)

@@ -1,5 +1,5 @@
-"""Margins: the share they promise holds on data like those they come from, for every head and for rare ones together;
-and what training counts as served is what serving plans."""
+"""Margins cover their promised share on data like their own, for every head, and for rare heads together; and training
+counts as served what serving plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ LAYERS, HEADS = 3, 4
 
 
 def drawn(counts: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """predicted, labels, layer, head: so many samples of each head; heads err by different factors, block sizes too."""
+    """predicted, labels, layer, head: `counts` samples of each head. Heads err by different factors, and so do block
+    sizes."""
     random = torch.Generator().manual_seed(seed)
     at = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     predicted = 0.001 + torch.rand(len(at), 4, generator=random)
@@ -31,7 +32,7 @@ def drawn(counts: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor, tor
 
 @pytest.mark.parametrize("coverage", [0.5, 0.9, 0.97])
 def test_new_samples_are_covered(coverage: float) -> None:
-    """The finite-sample rule is exact in the mean over draws; a plain quantile of 100 would cover 0.01 less."""
+    """The finite-sample rule is exact in the mean over draws; a plain quantile of 100 samples would cover 0.01 less."""
     others = [0] * (LAYERS * HEADS - 1)
     covered = []
     for seed in range(150):
@@ -56,7 +57,7 @@ def test_every_head_and_size_has_a_margin_of_its_own() -> None:
 
 
 def test_heads_with_few_samples_share_a_margin() -> None:
-    """The last four err most, and are too rare for a margin each; the head never seen gets theirs."""
+    """The last four err most, and are too rare for separate margins; a head without samples gets their common one."""
     counts = [500] * 7 + [60, 60, 60, 0, 60]
     drawn_samples = drawn(counts, 2)
     predicted, labels, layer, head = drawn_samples
@@ -76,7 +77,7 @@ def test_a_handful_of_rare_samples_takes_the_margin_of_all() -> None:
 
 
 def test_a_high_coverage_needs_more_samples() -> None:
-    """150 samples cannot say where one in a thousand lies; 12 * 150 can."""
+    """150 samples cannot determine a quantile of one in a thousand; 12 * 150 can."""
     samples = drawn([150] * (LAYERS * HEADS), 4)
     margins = fit_margins(*samples, (LAYERS, HEADS), 0.999).view(-1, 4)
     assert bool((margins == margins[0]).all())
@@ -95,7 +96,7 @@ def test_what_cannot_be_promised() -> None:
 @settings(max_examples=examples(60))
 @given(st.integers(1, 2**31), st.sampled_from([16, 48, 320, 1024, 8192]), st.floats(0.25, 4))
 def test_serving_reads_what_training_counts(seed: int, tokens: int, factor: float) -> None:
-    """The budget of a head that is alone in its group, at every block size."""
+    """The budget of a head alone in its group, at every block size."""
     random = torch.Generator().manual_seed(seed)
     pred = torch.randn(LAYERS * HEADS, 3, generator=random) * torch.tensor([0.5, 0.1, 0.0])
     margins = factor * (0.5 + torch.rand(HEADS, 4, generator=random))

@@ -1,4 +1,4 @@
-"""Training of the predictor on rules it can learn, and the metrics and baselines on data whose answer is known."""
+"""Training of the predictor on learnable rules; metrics and baselines on data with known answers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ LOG2 = torch.tensor([4.0, 5.0, 6.0, 7.0])
 
 
 def world(count: int = 6000, sequences: int = 14, noise: float = 0.0, seed: int = 0) -> Samples:
-    """Heads whose budgets follow features 5 and 6 and that stream by features 10 and 20; labels no head streams by.
+    """Heads with budgets by features 5 and 6 that stream by features 10 and 20.
 
-    Labels of streaming heads are NaN: nothing may read them. The anchor's budgets are right on average only.
+    Labels of streaming heads are NaN, because they must not be read. The anchor's budgets are right only on average.
     """
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 41, generator=random) * torch.logspace(-2, 3, 41)
@@ -34,7 +34,7 @@ def world(count: int = 6000, sequences: int = 14, noise: float = 0.0, seed: int 
     x[:, 0] = torch.randint(0, 3, (count,), generator=random)
     x[:, 1] = torch.randint(0, 4, (count,), generator=random)
     x[:, 2] = math.log(1 + 8192)
-    x[:, 7] = 3.25  # varies never
+    x[:, 7] = 3.25  # is constant
     bgt0, k = 0.1 + 0.2 * unit[:, 5].sigmoid(), 0.01 + 0.03 * unit[:, 6].sigmoid()
     bgt0 = bgt0 + noise * torch.randn(count, generator=random)
     streaming = unit[:, 10] + 0.5 * unit[:, 20] > 0.3
@@ -58,7 +58,7 @@ def learned() -> Trained:
 
 
 def test_the_network_is_the_one_that_serves() -> None:
-    """Its weights are rounded before anything is measured of it."""
+    """Its weights are rounded before it is evaluated."""
     network = learned().network
     assert all(torch.equal(w, w.bfloat16().float()) for name, w in network.named_parameters() if "weight" in name)
 
@@ -81,7 +81,7 @@ def test_metrics_are_json() -> None:
 
 
 def test_it_serves_as_it_was_trained() -> None:
-    """The units are folded into the weights: the native network predicts labels of new samples, too."""
+    """Units are folded into the weights: the native network also predicts labels of new samples."""
     samples = world(count=500, seed=9)
     out = torch.full((500, 3), math.nan)
     NativePredictor(learned().network).forward(samples.features, out)
@@ -182,7 +182,7 @@ def test_pinball() -> None:
 
 
 def test_the_baselines_know_what_they_should() -> None:
-    """Labels that are a constant of the head, and anchors that are right: each baseline is perfect on its own."""
+    """Labels constant per head, and anchors that are right: each baseline is perfect on its own data."""
     samples = world(count=3000)
     head = samples.features[:, 0] * 4 + samples.features[:, 1]
     samples.streaming.copy_(head % 3 == 0)

@@ -1,4 +1,4 @@
-"""What requests want recorded: what is legal, what is left of those that end early, and a disk that is full."""
+"""Recordings that requests ask for: legal ones, the remains of requests that end early, and a full disk."""
 
 from __future__ import annotations
 

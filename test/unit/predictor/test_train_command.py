@@ -1,4 +1,4 @@
-"""`fluxion train` before an engine starts: what is refused, with one sentence, and what a failing engine says."""
+"""`fluxion train` before an engine starts: refusals in one sentence, and messages of a failing engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEQUENCE = {"input_ids": [1] * 400}
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model, whose weights are a few bytes, and three texts; recording is not reached."""
+    """A folder with a model of a few bytes, and three texts; recording is not reached."""
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "model"
     model.mkdir()
@@ -141,7 +141,7 @@ def test_an_engine_that_fails_in_calibration_is_one_sentence(
 
 
 def test_the_plan(world: Path) -> None:
-    """Texts are cut at what the model has room for; of a text that tests the end is decoded."""
+    """Texts are cut to the model's positions; the end of a test text is decoded."""
     write(world, *[{"input_ids": [1] * 600}] * 3)
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)

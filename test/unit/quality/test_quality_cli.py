@@ -166,7 +166,7 @@ class TestRendering:
         text = table.scores(data)
         assert "| echo | 64 | 2 | 1.000 |  | 1.000 (+0.000" in text
         averages = {(length, policy): row for length, policy, row in table.averaged(data)}
-        # Means of all policies are over the tasks that all of them have: not over echo.
+        # Means cover the tasks that all policies have, which excludes echo.
         assert {(row["tasks"], row["documents"]) for row in averages.values()} == {(2, 8)}
         assert len(averages) == 8
         alone = [row["score"] for row in data["rows"] if (row["length"], row["policy"]) == (64, "full")][1:]
@@ -200,7 +200,7 @@ class TestRendering:
         assert 0 < width["both"] < width["one"]
 
     def test_pareto(self, data: dict[str, Any]) -> None:
-        # Of the other task less is better.
+        # The other task is better with lower scores, so leave it out.
         data["rows"] = [row for row in data["rows"] if row["task"] != "forced"]
         text = table.pareto(data)
         head = ["policy"] + [name for at in (64, 128) for name in (f"score at {at}", "delta", "read")]

@@ -1,4 +1,4 @@
-"""Codecs of the quality harness, and what it reads of a model folder."""
+"""Codecs of the quality harness, and its reading of model folders."""
 
 from __future__ import annotations
 

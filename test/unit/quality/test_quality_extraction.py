@@ -1,4 +1,4 @@
-"""Extraction: documents full of records, questions for many of them, and how answers are read."""
+"""Extraction: documents full of records, questions for many of them, and parsing of answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_samples(codec: Codec, length: int):
         assert task.samples(codec, length, 3, seed=7) == samples[:3]
         assert task.samples(codec, length, 5, seed=8) != samples
         first = [s.prompt for s in samples if s.document == samples[0].document]
-        if len(first) > 1:  # the question alone differs
+        if len(first) > 1:  # only the question differs
             same = next(i for i, (a, b) in enumerate(zip(*first[:2], strict=False)) if a != b)
             assert same > 0.9 * len(first[0])
         json.dumps([dict(s.meta) for s in samples])
@@ -68,7 +68,7 @@ def test_symbolic_facts():
     samples = task.samples(SYMBOLIC, 2048, 6, seed=1)
     assert [s.document for s in samples] == ["facts_8-0"] * 4 + ["facts_8-1"] * 2
     asked = [key for s in samples[:4] for key in s.meta["keys"]]
-    assert len(set(asked)) == 32  # no question repeats another's
+    assert len(set(asked)) == 32  # all questions differ
     for sample in samples:
         text = needle.to_text(sample.prompt)
         assert text.startswith("<bos> ") and len(sample.prompt) + sample.max_new_tokens == 2048
@@ -79,7 +79,7 @@ def test_symbolic_facts():
         assert text.endswith(f"Q {' '.join(sample.meta['keys'])}")
         assert task.score(sample, sample.meta["answer"]) == 1.0
         assert task.score(sample, f"= {sample.references[0]} ;") == 1 / 8
-        # Every value is there, but each with the key of another.
+        # Every value occurs, but with the key of another.
         keys = sample.meta["keys"]
         values = [fact.removeprefix(f"{key} ") for key, fact in zip(keys, sample.references, strict=True)]
         wrong = " ; ".join(f"{key} {value}" for key, value in zip(keys[1:] + keys[:1], values, strict=True))
@@ -93,12 +93,12 @@ def test_tasks_have_documents_of_their_own(codec: Codec, length: int):
         for task in suite_named("extraction").tasks(codec, None)
     }
     few, _, many = facts.values()
-    # Names come from short lists, so a record may be in two documents by chance; all of them were in both.
+    # Names come from short lists, so two documents may share some by chance; here both documents shared all of them.
     assert len(few & many) <= 0.1 * len(few)
 
 
 def test_seeds_are_not_those_of_numpy_lists():
-    # default_rng([1, 0]) is default_rng(1): one seed's first document would be another stream's.
+    # default_rng([1, 0]) equals default_rng(1), so one seed's first document would equal another stream's.
     task = suite_named("extraction").tasks(SYMBOLIC, None)[0]
     first = [task.samples(SYMBOLIC, 1024, 1, seed)[0].prompt for seed in range(4)]
     assert len(set(first)) == 4
@@ -128,12 +128,12 @@ REFERENCES = [
         (f"```json\n[{', '.join(REFERENCES)}]\n```", 1.0),
         (f'{{"employees": [{", ".join(REFERENCES)}]}}', 1.0),
         ('{"name": " ada  ABEL", "City": "oslo", "badge": 17}', 2 * 2 / (2 + 4)),
-        ('{"name": "Ada Abel", "city": "Riga", "badge": "17"}', 2 * 1 / (2 + 4)),  # another's city
+        ('{"name": "Ada Abel", "city": "Riga", "badge": "17"}', 2 * 1 / (2 + 4)),  # another record's city
         (REFERENCES[0] + '\n{"name": "Boris Falk", "city": "Ri', 2 * 2 / (2 + 4)),  # cut off
         ('[{"name": "Ada Abel", "city": "Oslo", "badge": "17"}, {"name": "Bo', 2 * 2 / (2 + 4)),
         (f'{{"list": [{REFERENCES[0]}, {{"name": "Bo', 2 * 2 / (2 + 4)),
         ("{broken\n" + REFERENCES[1], 2 * 2 / (2 + 4)),
-        ("\n".join(REFERENCES * 3), 1.0),  # saying it again changes nothing
+        ("\n".join(REFERENCES * 3), 1.0),  # repetition changes nothing
         ("\n".join([*REFERENCES, '{"name": "Carl", "city": "Bonn", "badge": "1"}']), 2 * 4 / (6 + 4)),
         ('{"city": "Oslo", "badge": "17"}', 0.0),
         ('{"name": "Ada Abel"}', 0.0),

@@ -1,4 +1,4 @@
-"""LongBench: reading its files, making its prompts, and scoring as it does."""
+"""LongBench: reading its files, making its prompts, and scoring like the benchmark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fluxion_sglang.commands.codec import SymbolicCodec
 
 CODEC = CharacterCodec()
 
-# Of the prompts in the benchmark's config/dataset2prompt.json.
+# Digests of the prompts in the benchmark's config/dataset2prompt.json.
 DIGESTS = {
     "narrativeqa": "5178f383", "qasper": "0fbdd123", "multifieldqa_en": "20b4666a", "multifieldqa_zh": "344b3a4e",
     "hotpotqa": "9ec4ae30", "2wikimqa": "9ec4ae30", "musique": "9ec4ae30", "dureader": "ae53329f",
@@ -48,7 +48,7 @@ def test_the_14_tasks_of_the_paper():
 
 
 def test_prompts_are_the_published_ones():
-    # An edit by mistake changes the benchmark.
+    # An accidental edit would change the benchmark.
     def digest(name: str) -> str:
         return hashlib.sha256(PUBLISHED[name].prompt.encode()).hexdigest()[:8]
 

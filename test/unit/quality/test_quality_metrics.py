@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (Chinese punctuation)
-"""The published metrics against the libraries they come from and against cases counted by hand."""
+"""The published metrics against their libraries and against hand-counted cases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_normalization():
         ("in Paris, France", "Paris", 2 * (1 / 3) * 1 / (1 / 3 + 1)),
         ("yes yes", "yes", 2 * 0.5 / 1.5),
         ("", "Paris", 0.0),
-        ("the", "a", 0.0),  # nothing is left of either: no word in common
+        ("the", "a", 0.0),  # both normalise to nothing: no common word
         ("Lyon", "Paris", 0.0),
     ],
 )
@@ -62,7 +62,7 @@ def test_rouge_l_is_the_package_rouge():
     for output, reference in pairs:
         want = Rouge().get_scores([output], [reference], avg=True)["rouge-l"]["f"]
         assert m.rouge_l(output, reference) == want
-    # By hand: the set {on, the, mat.} and so on is of words, so a repetition adds nothing.
+    # ROUGE-L counts sets of words, so a repetition adds nothing.
     assert m.rouge_l("a a a a", "a") == pytest.approx(1.0, abs=1e-6)
     assert m.rouge_l("a b", "a c") == pytest.approx(0.5, abs=1e-6)
 
@@ -107,7 +107,7 @@ CLASSES = ["city", "capital city", "state", "country", "big capital city"]
         ("state", "country", 0.0),
         ("", "country", 0.0),
         ("capital city", "capital city", 1.0),  # "city" is part of it
-        ("big capital city", "big capital city", 0.5),  # "city" is removed, which spares "capital city"
+        ("big capital city", "big capital city", 0.5),  # "city" is removed, which skips "capital city"
     ],
 )
 def test_classification(output: str, reference: str, want: float):
@@ -140,7 +140,7 @@ def test_count_and_retrieval():
 def test_code_similarity_is_fuzzywuzzys(monkeypatch: pytest.MonkeyPatch):
     from fuzzywuzzy import fuzz
 
-    # With python-Levenshtein it would use that; LongBench does not ask for it.
+    # fuzzywuzzy would use python-Levenshtein if installed; LongBench does not require it.
     monkeypatch.setattr(fuzz, "SequenceMatcher", difflib.SequenceMatcher)
 
     @given(TEXTS, TEXTS)
@@ -157,7 +157,7 @@ def test_code_similarity_by_hand():
     assert m.code_similarity("\n\nabcd", "bcde") == 0.75  # bcd, twice three of eight
     assert m.code_similarity("", "x") == 0.0
     assert m.code_similarity("# only a comment", "") == 1.0  # as fuzzywuzzy: two equal texts
-    # rapidfuzz (and fuzzywuzzy with python-Levenshtein) say 0.75: difflib matches the longest block first, here "aa".
+    # rapidfuzz, and fuzzywuzzy with python-Levenshtein, give 0.75: difflib matches the longest block first, here "aa".
     assert m.code_similarity("aaaa", "abaa") == 0.5
 
 

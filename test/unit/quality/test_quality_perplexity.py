@@ -67,7 +67,7 @@ def test_symbolic_texts():
     sample = answers.samples(SYMBOLIC, 1024, 1, 0)[0]
     targets = needle.to_text(sample.prompt[-sample.meta["targets"] :])
     assert targets.startswith("= k") and targets.count(";") == 10 and len(targets.split()) == 61
-    # Values count, and nothing else: neither what the question says, nor marks that stand where they always do.
+    # Only values count, not copies of the question or marks at fixed places.
     counted = [targets.split()[i] for i in sample.meta["counted"]]
     assert all(symbol.startswith("v") for symbol in counted)
     assert len(counted) == sum(symbol.startswith("v") for symbol in targets.split()) == 30

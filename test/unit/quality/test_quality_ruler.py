@@ -23,7 +23,7 @@ TASKS = [(codec, task) for codec in LANGUAGES for task in Ruler().tasks(codec, N
 
 
 def fingerprint() -> str:
-    """Of samples of every task in both languages."""
+    """Digest of samples of every task in both languages."""
     samples = [task.samples(codec, 1500, 2, seed=7) for codec, task in TASKS]
     return hashlib.sha256(repr(samples).encode()).hexdigest()
 
@@ -73,7 +73,7 @@ def test_facts_about_a_sample_are_json() -> None:
     ("output", "score"),
     [
         ("= k1 k2 v3 v80 v7 ; k1 k2 v1 v2 v3 ;", 1.0),
-        ("v1 v2 v3 v80 v7", 1.0),  # symbols may serve two references
+        ("v1 v2 v3 v80 v7", 1.0),  # a symbol may match two references
         ("= k1 k2 v3 v80 v7 ;", 0.5),
         ("= k1 k2 v3 v80 v70 ;", 0.0),
         ("v3 v80", 0.0),

@@ -1,4 +1,4 @@
-"""RULER in the symbolic language, against the paper's definition: every prompt is parsed back."""
+"""RULER in the symbolic language, against the paper's definition: every prompt is parsed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ NEEDLES = [name for name in TASKS if name.startswith("niah")]
 WORD_COUNTS = ["cwe", "fwe"]
 SHORTEST = {"cwe": 800}
 
-# haystack, symbols of a key and of a value, keys, values of a key, keys of a question: the paper's table of tasks, in
-# the sizes of the language.
+# haystack, symbols of a key and of a value, keys, values per key, keys per question: the paper's table of tasks, in the
+# sizes of the language.
 SHAPES = {
     "niah_single_1": ("repeat", 2, 3, 1, 1, 1),
     "niah_single_2": ("essay", 2, 3, 1, 1, 1),
@@ -43,7 +43,7 @@ seeds = st.integers(0, 2**40)
 
 @dataclass
 class Parsed:
-    """A prompt, read without knowing how it was written."""
+    """A prompt, parsed without knowledge of its generation."""
 
     words: list[int] = field(default_factory=list)
     facts: list[tuple[list[int], int]] = field(default_factory=list)  # what is between K and ;, and where K is
@@ -78,7 +78,7 @@ def parse(prompt: Sequence[int]) -> Parsed:
 
 
 def one(name: str, length: int, seed: int) -> Sample:
-    """A sample; of cwe, of no less than the length that holds words which are not asked for at both ends."""
+    """A sample. For cwe, the length is at least the minimum that leaves room for other words at both ends."""
     (sample,) = TASKS[name].samples(CODEC, max(length, SHORTEST.get(name, 0)), 1, seed)
     return sample
 
@@ -143,7 +143,7 @@ def test_needles_are_as_many_and_as_large_as_defined(name: str, length: int, see
 def test_what_is_asked_for_is_in_neither_sinks_nor_window(name: str, length: int, seed: int) -> None:
     sample = one(name, length, seed)
     parsed = parse(sample.prompt)
-    # A haystack of facts reaches the ends by itself: what counts is the fact asked for.
+    # A haystack of facts covers the ends; only the fact in question matters.
     wanted = set(sample.meta["positions"])
     sizes = [(at, len(fact) + 2) for fact, at in parsed.facts] + [(at, 4) for *_, at in parsed.links]
     assert wanted <= {at for at, _ in sizes}
@@ -215,7 +215,8 @@ def test_words_that_are_asked_for_stand_in_the_middle_only(name: str, length: in
 @pytest.mark.parametrize("name", WORD_COUNTS)
 @pytest.mark.parametrize("length", [1024, 4096, 16384])
 def test_sinks_and_window_do_not_tell_the_answer(name: str, length: int) -> None:
-    """Counting what a policy without a middle sees: RULER's words are everywhere, and nearly all are right so."""
+    """Count the words that a policy without a middle sees: RULER's words are everywhere, which gives almost all
+    answers."""
     task = TASKS[name]
     samples = task.samples(CODEC, length, 20, seed=0)
 
@@ -232,7 +233,7 @@ def test_sinks_and_window_do_not_tell_the_answer(name: str, length: int) -> None
         guess = np.random.default_rng(0).permutation(others)[: len(sample.references)].tolist()
         return task.score(sample, needle.to_text([needle.ANSWER, *guess, needle.END]))
 
-    # What is missing there does say something: a word that is nowhere to be seen is rather one of those asked for.
+    # Here, absence is informative: a word that is invisible at the ends is more likely one of the answer's.
     guessed = float(np.mean([unseen(sample, sample.prompt[:64] + sample.prompt[-271:]) for sample in samples]))
     assert guessed < {"cwe": 0.4, "fwe": 0.1}[name]
 

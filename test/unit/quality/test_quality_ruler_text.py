@@ -1,4 +1,4 @@
-"""RULER as English text, against the published definition: every prompt is decoded and read back."""
+"""RULER as English text, against the published definition: every prompt is decoded and parsed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WITHOUT_DATA = [name for name in TASKS if not name.startswith("qa")]
 PARAGRAPH = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 TO_GENERATE = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 
-# haystack, kind of keys and of values, keys, values of a key, keys of a question: the published configuration.
+# haystack, kinds of keys and values, keys, values per key, keys per question: the published configuration.
 SHAPES = {
     "niah_single_1": ("repeat", "words", "numbers", 1, 1, 1),
     "niah_single_2": ("essay", "words", "numbers", 1, 1, 1),
@@ -48,7 +48,7 @@ seeds = st.integers(0, 2**40)
 
 
 def one(task: Task, length: int, seed: int) -> tuple[Sample, str, str]:
-    """A sample, what the user says in it, and how the answer begins."""
+    """A sample, its user turn, and the beginning of its answer."""
     (sample,) = task.samples(CODEC, length, 1, seed)
     found = re.fullmatch(r"<user>(.*)<assistant>(.*)", CODEC.decode(sample.prompt), re.DOTALL)
     assert found
@@ -185,7 +185,7 @@ def test_coded_words_have_zeta_frequencies(length: int, seed: int) -> None:
     counts = [most, *(count for _, count in ranks)]
     assert sorted(set(counts), reverse=True) == counts
     assert all(re.fullmatch(r"[a-z]{6}", word) for word in words if word != "...")
-    drawn = most * np.pi**2 / 6  # the words there would be without rounding down
+    drawn = most * np.pi**2 / 6  # number of words without rounding down
     assert np.allclose(counts, drawn * 6 / np.pi**2 / np.arange(1, 6) ** 2, atol=1)
 
 
@@ -193,7 +193,7 @@ def test_coded_words_have_zeta_frequencies(length: int, seed: int) -> None:
 
 
 def squad(articles: int = 12, parts: int = 5) -> dict[str, Any]:
-    """A file in SQuAD's layout; every paragraph answers one question and cannot answer another."""
+    """A file in SQuAD's layout; every paragraph answers one question and cannot answer another one."""
     words = generated_essay(np.random.default_rng(1), 40_000)
     text = iter(" ".join(words.sentences(40_000)).split(". "))
 
@@ -214,7 +214,7 @@ def squad(articles: int = 12, parts: int = 5) -> dict[str, Any]:
 
 
 def hotpotqa(questions: int = 8) -> list[dict[str, Any]]:
-    """A file in HotpotQA's layout, ten documents a question."""
+    """A file in HotpotQA's layout, with ten documents per question."""
     sentences = generated_essay(np.random.default_rng(2), 40_000).sentences(40_000)
     rows = []
     for q in range(questions):
@@ -375,7 +375,7 @@ def test_long_prompts_are_made_without_tokenising_them_again_and_again(name: str
     codec, length = TextCodec(), 65_536
     started = time.perf_counter()
     (sample,) = TASKS[name].samples(codec, length, 1, 0)
-    assert time.perf_counter() - started < 5  # half a second where nothing else runs
+    assert time.perf_counter() - started < 5  # half a second on an idle machine
     assert 0.99 * length <= len(sample.prompt) + sample.max_new_tokens <= length
     assert codec.encoded <= 4 * length
 

@@ -1,4 +1,4 @@
-"""The quality harness's loop, on a fake engine: what is asked, what is measured, what a second run does."""
+"""The loop of the quality harness, on a fake engine: requests, measurements, and second runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
 
 @pytest.fixture
 def few(settings: Settings) -> Settings:
-    """One cell."""
+    """Settings with one cell."""
     return dataclasses.replace(settings, tasks=("echo",), lengths=(64,))
 
 
@@ -53,7 +53,7 @@ def measure(settings: Settings, start: Starter | None = None) -> dict[str, Any]:
 
 
 def samples_of(settings: Settings) -> list[Sample]:
-    """Those of the first cell."""
+    """Samples of the first cell."""
     plan = planning.make(settings)
     return list(plan.samples(plan.cells[0]))
 
@@ -74,7 +74,7 @@ def test_every_cell_has_every_policy_and_full_is_the_reference(settings: Setting
     assert fixed["bytes_per_token"] == 22
     assert fixed["read_fraction"] == pytest.approx(0.11)
     assert fixed["kl"] > 0
-    # streaming's answer differs at step 1, which is compared; the steps after it are not.
+    # streaming's answer differs at step 1, which is compared; later steps are not.
     assert (streaming["kl_steps"], fixed["kl_steps"]) == (6, 12)
     assert full["documents"] == [0, 0, 1, 1, 2, 2]
     assert rows["alone", 64, "full"]["documents"] == [0, 1, 2, 3, 4, 5]
@@ -94,7 +94,7 @@ def test_a_document_is_prefilled_once_then_all_questions_of_all_policies_go_toge
 
 
 def test_many_questions_are_asked_in_parts(few: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part of a document is brought in again where policies hear of it."""
+    """Each part of a document is prefilled again if a policy observes the prefill."""
     monkeypatch.setattr(Echo, "questions", 6)
     data = measure(dataclasses.replace(few, batch=4), start := Starter())
     assert [len(batch) for batch in start.engines[0].batches] == [1, 8, 8, 8]
@@ -139,7 +139,7 @@ def test_perplexity_is_of_forced_tokens_without_the_first(settings: Settings) ->
 
 
 def test_loss_and_divergence_by_the_distance_from_the_prompt() -> None:
-    """Spans are a sample's own, and samples weigh alike."""
+    """Spans are relative to each sample, and samples have equal weight."""
     short, long = [1.0] * 8 + [3.0] * 8, [2.0] * 16 + [5.0] * 16
     assert run._by_span([short, long]) == [1.5] * 4 + [4.0] * 4
     assert run._by_span([long, [1.0] * 7]) == []
@@ -172,7 +172,7 @@ def test_a_sample_says_which_of_its_targets_count(settings: Settings, monkeypatc
 
 
 def _without_warmup(answer: Any) -> Any:
-    """Answers requests for one token, which nothing is read from, without a distribution."""
+    """Answers requests for one token, whose results are not used, without a distribution."""
 
     def answered(self: FakeEngine, ids: list[int], params: dict[str, Any], *rest: Any) -> dict[str, Any]:
         if params["max_new_tokens"] > 1:
@@ -224,7 +224,7 @@ def test_a_second_run_starts_no_engine_and_more_cells_only_add(few: Settings) ->
 
 
 def test_an_interrupted_run_loses_one_cell(settings: Settings) -> None:
-    # Two calls a document of echo: 6 at length 64, then the interrupt comes in the second cell.
+    # Two calls per document of echo: 6 at length 64, then the interrupt comes in the second cell.
     with pytest.raises(KeyboardInterrupt):
         measure(settings, start := Starter(interrupt_at=9))
     assert start.engines[0].closed
@@ -265,7 +265,7 @@ def test_a_file_that_differs_in_anything_is_refused(few: Settings) -> None:
             with pytest.raises(BadInput, match=words):
                 planning.make(few)
             few.out.write_text(json.dumps({name: value for name, value in saved.items() if name != key}))
-            if key not in ("device", "predictor"):  # None, as if they were not there
+            if key not in ("device", "predictor"):  # None means absent
                 with pytest.raises(BadInput):
                     planning.make(few)
 
@@ -398,7 +398,7 @@ class TestRefusals:
 
     def test_the_longest_prompt_that_sglang_answers_whole(self, settings: Settings) -> None:
         assert planning.make(dataclasses.replace(settings, tasks=("echo",), lengths=(4091,))).needs.tokens > 4094
-        # Of forced tokens, the last is not computed on; SGLang counts it as one that is generated all the same.
+        # No pass follows the last forced token, but SGLang counts it as generated.
         assert planning.make(dataclasses.replace(settings, tasks=("forced",), lengths=(4094,))).needs.forced
         assert Model.read(settings.model).room == 4094
 
@@ -425,7 +425,7 @@ class TestRefusals:
 
 def test_the_engine_has_room_for_a_document_and_as_many_answers_as_run(few: Settings) -> None:
     small = planning.make(few).needs
-    # 63 tokens are shared; a question, its answer and two pages in progress, eight times; a chunk.
+    # 63 shared tokens; eight times a question, its answer and two pages in progress; and a chunk.
     assert small.tokens == 63 + 8 * (1 + 3 + 32) + 4096
     assert planning.make(dataclasses.replace(few, lengths=(1024, 64))).needs.tokens == small.tokens + 960
     assert not small.forced

@@ -1,4 +1,4 @@
-"""Numbers of the quality harness on cases worked out by hand: intervals, divergences, audit sums, forced decoding."""
+"""Numbers of the quality harness on hand-computed cases: intervals, divergences, audit sums, forced decoding."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class TestBootstrap:
         assert stats.resampled_deltas([0.0, 1.0, 0.0], [1.0, 1.0, 1.0], [4, 4, 4], "score", 0) is None
 
     def test_two_documents_have_three_outcomes(self) -> None:
-        # Drawn: twice the first (-1), twice the second (0), or both; a quarter, a quarter, a half. The spread is made
-        # larger, by sqrt(2).
+        # Draws: twice the first (-1), twice the second (0), or both, with probabilities 1/4, 1/4, 1/2. The spread is
+        # corrected by sqrt(2).
         deltas = stats.resampled_deltas([0.0, 1.0], [1.0, 1.0], [0, 1], "score", 0)
         assert deltas is not None
         values, counts = np.unique(deltas, return_counts=True)
@@ -48,7 +48,7 @@ class TestBootstrap:
         assert deltas.mean() == pytest.approx(gaps.mean(), abs=0.02)
 
     def test_documents_are_drawn_whole(self) -> None:
-        # Questions of a document fail together: drawn singly, 20 of them would look four times as certain.
+        # Questions about a document fail together: drawn singly, 20 of them would look four times as certain.
         policy, full = [0.0] * 10 + [1.0] * 10, [1.0] * 20
         whole = stats.resampled_deltas(policy, full, [0] * 10 + [1] * 10, "score", 0)
         single = stats.resampled_deltas(policy, full, list(range(20)), "score", 0)
@@ -152,7 +152,7 @@ class TestDivergence:
         assert kl.divergence(full, full) == 0
 
     def test_the_rest_is_one_bucket(self) -> None:
-        # Both list token 0; what only one lists joins the rest: 0.5 against 0.75.
+        # Both list token 0; tokens that only one lists join the rest: 0.5 against 0.75.
         full, other = distribution(t0=0.5, t1=0.25), distribution(t0=0.25, t2=0.5)
         want = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
         assert kl.divergence(full, other) == pytest.approx(want)

@@ -1,4 +1,4 @@
-"""The attention backend's passes over a small world, without SGLang's model."""
+"""Passes of the attention backend over a small world, without SGLang's model."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ NEW, RUNNING = 1, 2  # rows
 
 
 class Request(SimpleNamespace):
-    """What is used of SGLang's request in a prefill; SGLang's can be referred to weakly, too."""
+    """The fields of SGLang's request that a prefill uses; like SGLang's, it supports weak references."""
 
     __hash__ = object.__hash__
 
 
 class Backend(FluxionAttnBackend):
-    """As after its start, with the world's pool and engine."""
+    """The backend after its start, with the world's pool and engine."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -61,7 +61,7 @@ class Backend(FluxionAttnBackend):
         self._chunks = []
 
     def forward(self, counts: dict[int, int], riding: list[int]) -> None:
-        """A pass over `counts` new tokens of each row, of which those in `riding` decode."""
+        """A pass over `counts` new tokens of each row; rows in `riding` decode."""
         world, rows = self.world, list(counts)
         before = [world.length(row) for row in rows]
         lengths = [n + count for n, count in zip(before, counts.values(), strict=True)]
@@ -70,7 +70,7 @@ class Backend(FluxionAttnBackend):
             slots = (pages.unsqueeze(1) * 16 + torch.arange(16, dtype=torch.int32)).flatten()
             self.req_to_token_pool.req_to_token[row, : len(slots)] = slots
         batch: Any = SimpleNamespace(
-            forward_mode=ForwardMode.EXTEND,  # also of a mixed pass, by now
+            forward_mode=ForwardMode.EXTEND,  # SGLang uses it for mixed passes too
             req_pool_indices=torch.tensor(rows),
             seq_lens_cpu=torch.tensor(lengths),
             extend_prefix_lens_cpu=before,
@@ -100,7 +100,7 @@ class Backend(FluxionAttnBackend):
 
 
 def test_models_find_the_pools_and_may_not_write_to_them() -> None:
-    """As qwen3_moe and others do before every rope."""
+    """qwen3_moe and others do this before every RoPE."""
     backend = Backend(World(seed=3))
     pool = object.__new__(FluxionKVPool)
     backend.token_to_kv_pool = pool
@@ -138,7 +138,7 @@ def test_a_token_that_rides_along_is_no_anchor(monkeypatch: Any) -> None:
     assert not measured, "the middle was measured again"
     world.decode([NEW], [anchor])
     assert len(measured) == world.layers
-    # A chunk of one token that was prefilled is an anchor like any other.
+    # A prefilled chunk of one token is a normal anchor.
     backend.forward({RUNNING: 1}, [])
     assert not torch.equal(queries(world, RUNNING), prefilled)
 
@@ -164,7 +164,7 @@ def test_a_prefix_from_files_that_is_corrupt_ends_its_request_alone() -> None:
 
 
 def test_a_row_that_another_request_took_over_has_no_anchor() -> None:
-    """It rides along without ever having been prefilled in this row."""
+    """The request decodes in a mixed pass without a prefill in this row."""
     world = World(seed=4)
     backend = Backend(world)
     backend.forward({RUNNING: 900}, [])
@@ -175,7 +175,7 @@ def test_a_row_that_another_request_took_over_has_no_anchor() -> None:
 
 
 class Diary(Policy):
-    """Reads everything, and writes down what it is told."""
+    """Reads everything, and records its calls."""
 
     needs = Needs.RESIDENTS
 
@@ -216,7 +216,7 @@ def test_a_policy_hears_of_prefills_of_its_own_requests_and_of_rows_that_change_
     backend.engine.policy = diary
     backend.forward({RUNNING: 700}, [])
     told = [("prefilled", layer, RUNNING, 700, TOLD) for layer in range(world.layers)]
-    assert diary.read() == [("bound",), *told], "nobody knew the row before"
+    assert diary.read() == [("bound",), *told], "the row is new"
     backend.forward({RUNNING: 2}, [])
     assert diary.read() == [("prefilled", layer, RUNNING, 702, 2) for layer in range(world.layers)]
     backend.forward({NEW: 400, RUNNING: 1}, [RUNNING])
@@ -237,7 +237,7 @@ def test_a_policy_hears_of_prefills_of_its_own_requests_and_of_rows_that_change_
     del diary, backend.requests
     backend.engine.policy = parse_spec("full")
     backend.engine._policy, backend.engine._policies = backend.engine.policy, ()
-    assert kept() is None, "a policy that nobody has any more is not kept"
+    assert kept() is None, "a policy without requests is not kept"
 
 
 def test_a_policy_in_a_mixture_hears_of_its_own_requests() -> None:
@@ -264,7 +264,7 @@ def test_a_policy_in_a_mixture_hears_of_its_own_requests() -> None:
 
 
 def test_a_predictor_is_of_the_weights_that_were(caplog: pytest.LogCaptureFixture) -> None:
-    """Not of others that the server is given: it says so, once for each."""
+    """It does not fit other weights that the server receives; the log says so once for each update."""
     backend = Backend(World(seed=3))
     backend._model = torch.nn.Module()
     backend._model.register_parameter("norm", torch.nn.Parameter(torch.ones(4)))

@@ -1,7 +1,7 @@
-"""The two options on every surface of SGLang, and how a refusal looks at a terminal.
+"""The two options on every surface of SGLang, and the look of a refusal in a terminal.
 
-Importing SGLang takes seconds, so one process goes through all surfaces (`surfaces` below, run as a script)
-and the tests look at what it found.
+Importing SGLang takes seconds, so one process visits all surfaces (`surfaces` below, run as a script), and the tests
+check its findings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONFIG = '{"policy": "fixed:16:0.05"}'
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment without variables that choose plug-ins."""
+    """This process's environment without variables that select plug-ins."""
     kept = {k: v for k, v in os.environ.items() if k not in ("SGLANG_PLUGINS", "SGLANG_PLATFORM")}
     return {**kept, **changes}
 
@@ -32,7 +32,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def surfaces(folder: Path) -> dict[str, Any]:
-    """Runs in a process of its own: help texts, records made in every way, a spawned process."""
+    """Runs in a process of its own: help texts, records made in all ways, a spawned process."""
     found: dict[str, Any] = {"at_import": _after_import()}
     for name, words in {
         "launch_server": ["sglang.launch_server"],
@@ -76,7 +76,7 @@ def surfaces(folder: Path) -> dict[str, Any]:
 def _after_import() -> dict[str, Any]:
     import sglang  # noqa: F401
 
-    # First the platform, which is resolved inside `import sglang`: before the options are assembled.
+    # First the platform, which is resolved inside `import sglang`, before the options are assembled.
     early = "sglang.srt.server_args" in sys.modules
     from sglang.srt.platforms import current_platform
 
@@ -103,7 +103,7 @@ def _help(words: list[str]) -> str:
 
 
 def _in_spawned_process(without: Any, with_flag: Any, send: Any) -> None:
-    """What a scheduler or a rank of one_batch does: unpickle a record, install it, and go on to the pools."""
+    """What a scheduler or a rank of one_batch does: unpickle a record, install it, and continue to the pools."""
     import pkgutil
 
     from sglang.srt.runtime_context import get_context, publish
@@ -130,7 +130,7 @@ def _in_spawned_process(without: Any, with_flag: Any, send: Any) -> None:
         "original inside": unchanged([target.__wrapped__ for target in targets()], originals),
         "applied": [compat.is_applied(need, hook) for need, hook in HOOKS.items()],
     }
-    # Back to a server without the flag in the same process: the hooks stay and pass everything through.
+    # Return to a server without the flag in the same process: the hooks stay and pass everything through.
     publish(without, role="scheduler")
     first = SimpleNamespace(server_args=without)
     calls = [hook(lambda *given, **named: [given, named], first, named=1) for hook in HOOKS.values()]
@@ -210,7 +210,7 @@ def test_a_spawned_process_gets_options_and_hooks(found: dict[str, Any]) -> None
     assert spawned["applied"]
     assert all(spawned["applied"])
     assert spawned["passed through"] is True
-    assert spawned["modules"] == []  # pools and backend are imported when a pool is built, not before
+    assert spawned["modules"] == []  # pools and backend are imported when a pool is built
 
 
 SERVE = ["-c", "from sglang.cli.main import main; main()", "serve"]

@@ -1,4 +1,4 @@
-"""Memory and cores are shared by all ranks of a host; what the options say is for all of them together."""
+"""All ranks of a host share memory and cores; the options apply to all of them together."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def test_workers_are_pinned_to_their_ranks_cores(named: bool) -> None:
     ("context", "pool", "drafts", "most"), [(512, 8192, False, 513), (512, 400, False, 384), (512, 8192, True, 511)]
 )
 def test_an_answer_may_fill_the_context(context: int, pool: int, drafts: bool, most: int) -> None:
-    """SGLang gives an answer `max_req_len` - 1 tokens less those of the prompt, and admits what leaves a page free."""
+    """SGLang limits an answer to `max_req_len` - 1 minus the prompt's tokens, and admits requests that leave a page
+    free."""
     scheduler = SimpleNamespace(
         spec_algorithm=SimpleNamespace(is_none=lambda: not drafts),
         model_config=SimpleNamespace(context_len=context),

@@ -1,4 +1,4 @@
-"""An SGLang of another version, whose names have moved, or whose hooks are taken."""
+"""An SGLang of another version, with moved names, or with hooks that are taken."""
 
 from __future__ import annotations
 
@@ -67,14 +67,13 @@ def test_a_failed_activation_is_refused(server_args: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(compat, "activation_problem", "--enable-fluxion is not available.")
     with pytest.raises(CompatError, match="not available"):
         server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True).resolve_once()
-    # Also where the steps of resolution themselves were not registered: the flag must not be ignored in
-    # silence.
+    # Also if the resolution steps themselves were not registered: the flag must not be ignored silently.
     with pytest.raises(CompatError, match="not available"):
         plugin.install_if_enabled(SimpleNamespace(enable_fluxion=True))
 
 
 def test_hooks_that_are_not_there_are_an_error() -> None:
-    # No configuration with the flag was installed in this process.
+    # No configuration with the flag is installed in this process.
     with pytest.raises(CompatError, match="could not hook"):
         plugin.assert_hooks_applied()
 
@@ -106,7 +105,7 @@ def test_hooks_go_in_once_and_a_taken_target_is_an_error(monkeypatch: pytest.Mon
     assert calls == ["hook"]
     assert compat.is_applied(need, hook)
 
-    # SGLang's registry patches a target once: whoever comes later is left out, which must not stay unsaid.
+    # SGLang's registry patches a target once. Later plug-ins are skipped, which must be reported.
     other = Need(target.__name__, "other", ())
     target.other = function  # type: ignore[attr-defined]
     hook_registry.HookRegistry._patched.add(other.path)

@@ -1,4 +1,4 @@
-"""The options: every key, every refusal, and that what is printed can be read back."""
+"""The options: every key, every refusal, and that printed configurations can be parsed again."""
 
 from __future__ import annotations
 

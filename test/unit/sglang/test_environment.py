@@ -1,4 +1,4 @@
-"""Proxies and the folder of temporary files: what servers and commands make of them."""
+"""Proxies and the folder of temporary files, as servers and commands use them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in PROXIES:
         for spelling in (name, name.upper()):
-            monkeypatch.setenv(spelling, "")  # so that what the test sets is undone
+            monkeypatch.setenv(spelling, "")  # restores the variable after the test
             monkeypatch.delenv(spelling)
 
 

@@ -1,6 +1,6 @@
-"""SGLang's mixtures of experts on the native workers, and what of them stays SGLang's.
+"""SGLang's mixtures of experts on the native workers, and the cases that stay SGLang's.
 
-Rounded to 8 bits and of GGUF files, too.
+This includes experts rounded to 8 bits and experts of GGUF files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NATIVE = Counted(Workers(2))
 
 @pytest.fixture(autouse=True)
 def operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang forgets those that are registered here."""
+    """Makes SGLang forget operations that are registered in the test."""
     monkeypatch.setattr(BaseFusedOp, "_oot_forward_registry", {})
     monkeypatch.setattr(NATIVE, "calls", 0)
 
@@ -68,7 +68,7 @@ def made(dtype: torch.dtype = torch.float32, rounds: bool = False, inner: int = 
 
 
 def load(layer: FusedMoE, seed: int) -> None:
-    """As a checkpoint is loaded: one expert's matrix after the other."""
+    """Load like a checkpoint: one expert's matrix after another."""
     for expert in range(EXPERTS):
         for shard, parameter in (("w1", layer.w13_weight), ("w3", layer.w13_weight), ("w2", layer.w2_weight)):
             parameter.weight_loader(parameter, matrix(layer, seed, expert, shard), "weight", shard, expert)
@@ -84,7 +84,7 @@ def matrix(layer: FusedMoE, seed: int, expert: int, shard: str) -> torch.Tensor:
 
 
 def asked(rows: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, StandardTopKOutput]:
-    """Rows, and what SGLang's router makes of any logits."""
+    """Rows, and the output of SGLang's router for random logits."""
     generator = torch.Generator().manual_seed(rows)
     x, logits = (torch.randn(rows, size, generator=generator).to(dtype) for size in (HIDDEN, EXPERTS))
     return x, TopK(CHOSEN, layer_id=0).forward_native(x, logits)
@@ -98,7 +98,7 @@ def computed(layer: FusedMoE, x: torch.Tensor, choice: Any) -> torch.Tensor:
 
 def install(layer: FusedMoE, native: Any = None) -> None:
     assert layers.install(nn.Sequential(layer), native or layers.Contained(NATIVE)) == 1
-    layer.quant_method._forward_method = None  # SGLang looks once who computes
+    layer.quant_method._forward_method = None  # SGLang caches the choice of the implementation
 
 
 def is_native(rows: int, dtype: torch.dtype) -> bool:
@@ -164,7 +164,7 @@ def test_very_many_rows_are_sglangs() -> None:
 
 
 def test_a_step_with_experts_is_traced_and_is_one_layer() -> None:
-    """The router's choice, too: nothing in between looks into a tensor."""
+    """The router's choice is traced too: nothing in between reads a tensor's values."""
     layer = made()
     install(layer, native := layers.Contained(NATIVE))
     x, gate = torch.randn(3, HIDDEN), torch.randn(EXPERTS, HIDDEN)
@@ -190,7 +190,7 @@ def test_experts_that_fail_fail_their_pass_and_sglang_computes_them(monkeypatch:
     install(layer, layers.Contained(NATIVE, guard.run))
     with guard.containing():
         wrong = choice._replace(topk_ids=choice.topk_ids + EXPERTS)
-        with pytest.raises(RuntimeError):  # SGLang cannot either
+        with pytest.raises(RuntimeError):  # SGLang fails here too
             computed(layer, x, wrong)
         assert "which is not among the 8 of the layer" in (guard.reason or "")
         torch.testing.assert_close(computed(layer, x, choice), want)
@@ -235,7 +235,7 @@ class TestRounded:
         with pytest.raises(ValueError, match="begin the update of weights before new ones are loaded"):
             load(layer, 1)
         method: Any = layer.quant_method
-        for _ in range(2):  # a failed update is rolled back: restored once more
+        for _ in range(2):  # a failed update is rolled back: restored again
             method.restore_weights_before_loading(layer)
         assert not formats_of(layer) and layer.w13_weight.shape == (EXPERTS, 2 * INNER, HIDDEN)
         torch.testing.assert_close(computed(layer, x, choice), before, **tolerance(torch.bfloat16))
@@ -260,7 +260,7 @@ class TestRounded:
 
 class TestOfAGgufFile:
     def load(self, layer: FusedMoE, kinds: dict[str, Type]) -> FusedMoE:
-        """As a file is loaded: all experts' matrices at once. Returns the layer with the weights that they are."""
+        """Load like a GGUF file: all experts' matrices at once. Returns the layer with the dequantised weights."""
         plain = made(layer.params_dtype)
         for shard, kind in kinds.items():
             matrices = torch.cat([matrix(plain, 0, expert, shard) for expert in range(EXPERTS)]).float()
@@ -296,12 +296,12 @@ class TestOfAGgufFile:
     def test_they_are_the_experts_with_its_weights(
         self, kinds: tuple[Type, ...], dtype: torch.dtype, native: bool, rows: int
     ) -> None:
-        """Where one matrix is not quantised, none is."""
+        """If one matrix is not quantised, none is."""
         layer = self.empty(dtype)
         plain = self.load(layer, dict(zip(("w1", "w3", "w2"), kinds, strict=True)))
         formats = ggml.KINDS[int(kinds[0])].format, getattr(ggml.KINDS.get(int(kinds[2])), "format", None)
         assert formats_of(layer) == (formats if formats[1] else None)
-        self.process(layer)  # once more changes nothing
+        self.process(layer)  # repeating it changes nothing
         x, choice = asked(rows, dtype)
         want = computed(plain, x, choice)
         if native:

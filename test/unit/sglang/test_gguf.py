@@ -1,4 +1,4 @@
-"""GGUF files: which are served, the configuration that they give, and the layers that hold their blocks."""
+"""GGUF files: which are served, their configuration, and the layers that hold their blocks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def write(folder: Path, family: str = "llama", name: str = "model.gguf", **given
 
 
 def by_sglangs_names(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All experts' weights under the first one's name, their gates apart from what these multiply."""
+    """All experts' weights under the first one's name, with gates and ups separate."""
     for name, weight in state.items():
         stem, kind = name.rsplit(".", 1)
         if kind == "gate_up_proj":
@@ -325,7 +325,7 @@ class TestTheFolder:
 
 
 def blocks(outputs: int, inputs: int, kind: Type) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor as the loader reads it, and the weight that it is."""
+    """A tensor as the loader reads it, and its dequantised weight."""
     weight = np.random.default_rng(outputs).normal(size=(outputs, inputs)).astype(np.float32)
     stored = gguf.quants.quantize(weight, kind)
     wide = torch.from_numpy(gguf.quants.dequantize(stored, kind))
@@ -368,7 +368,7 @@ class TestAMergedLayer:
         x = torch.randn(5, 64)
         torch.testing.assert_close(layer(x)[0], F.linear(x, torch.cat([wide for _, wide in found])))
         assert len(parts_of(layer)) == parts and layer.weight.shape == (0, 64)
-        process(layer)  # once more changes nothing
+        process(layer)  # repeating it changes nothing
         assert len(parts_of(layer)) == parts
 
     def test_with_a_part_that_is_not_quantised_is_sglangs_own(self) -> None:
@@ -437,7 +437,7 @@ def test_a_head_makes_logits(kind: Type) -> None:
 @pytest.mark.parametrize("of", ["SGLang", "PyTorch"])
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.F16])
 def test_an_embedding_makes_logits_as_well(of: str, kind: Type, tmp_path: Path) -> None:
-    """SGLang's Gemma 3 has an embedding of PyTorch's."""
+    """SGLang's Gemma 3 uses PyTorch's embedding."""
     twin = gguf_files.write(random("qwen2"), tmp_path / "model.gguf", types=lambda _: kind)
     made = {
         "SGLang": lambda: VocabParallelEmbedding(300, 64, params_dtype=torch.float32, enable_tp=False),

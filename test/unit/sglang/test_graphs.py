@@ -1,4 +1,4 @@
-"""Traces of what a model computes, and their replays: the same bits, or a reason why there is none."""
+"""Traces of a model's computation, and their replays: equal bits, or a reason why there is no trace."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_values_that_follow_each_other_share_memory() -> None:
 
 
 class Backbone(nn.Module):
-    """A model of two layers as SGLang's are: native layers, views, a sum in place, a copy, attention."""
+    """A model with two layers like SGLang's: native layers, views, a sum in place, a copy, attention."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Backbone(nn.Module):
             mixed = self.native(lambda at, h=h, w=self.mixed[layer]: at.linear(h, w))
             q, k, v = mixed.split(HIDDEN, dim=-1)
             x = self.attend(layer, q, k, v, positions)
-            x += q.reshape(-1, 16).contiguous().view(-1, HIDDEN)  # a copy where there are several rows
+            x += q.reshape(-1, 16).contiguous().view(-1, HIDDEN)  # a copy if there are several rows
         return x * 2
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Without the flag the plug-in leaves no trace in SGLang.
 
-The same script runs in two processes, with the plug-in active and with it kept out, and everything it can
-observe must be equal. Two things are visible, and excepted by name: the two options themselves (and "fluxion"
-as a choice of attention backend), and, on a machine without an accelerator, the CPU platform: SGLang alone
-does not start there. Both processes use that platform, so that there is something to compare.
+The same script runs in two processes, with the plug-in active and with it kept out, and all its observations must be
+equal. Two visible differences are excepted by name: the two options themselves (with "fluxion" as a choice of attention
+backend), and, on a machine without an accelerator, the CPU platform, without which SGLang does not start there. Both
+processes use that platform, so that there is something to compare.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NEEDLE = str(Path(__file__).resolve().parents[3] / "models" / "needle")
 
 
 def without_address(thing: object) -> str:
-    """Its address differs between processes."""
+    """The repr without its address, which differs between processes."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(thing))
 
 
 def observe() -> dict[str, Any]:
-    """Runs in a process of its own: what a scheduler does up to its pools, and what can be seen then."""
+    """Runs in a process of its own: the work of a scheduler up to its pools, and the observations there."""
     import hashlib
     import importlib
     import inspect
@@ -54,7 +54,7 @@ def observe() -> dict[str, Any]:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     def code(function: Any) -> list[Any]:
-        """Which function this is: hooked ones have another file, a closure and the original inside."""
+        """Identifies a function: hooked ones have another file, a closure and the original inside."""
         body = function.__code__
         return [
             Path(inspect.unwrap(function).__code__.co_filename).name,  # SGLang decorates some
@@ -116,7 +116,7 @@ def activate():
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
     from test_bootstrap import environment
 
-    # A plug-in that brings the CPU platform and nothing else.
+    # A plug-in that only provides the CPU platform.
     site = tmp_path_factory.mktemp("site")
     (site / "platform_alone.py").write_text(PLATFORM_ALONE)
     info = site / "platform_alone-1.0.dist-info"
@@ -125,11 +125,11 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     (info / "entry_points.txt").write_text("[sglang.srt.platforms]\nplatform-alone = platform_alone:activate\n")
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
 
-    # Together: each is mostly waiting for imports.
+    # In parallel: each mostly waits for imports.
     runs = [
         subprocess.Popen(
             [sys.executable, __file__],
-            # The variables are there both times, or they would be a difference of the environment.
+            # Set the variables in both processes, so that the environment does not differ.
             env=environment(SGLANG_PLUGINS=plugins, PYTHONPATH=path),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -181,7 +181,7 @@ def test_the_targets_of_the_hooks_are_sglangs_own(both: tuple[dict[str, Any], di
     for need in HOOKS:
         file, _, _, no_closure, wrapped, _ = functions[need.module][need.name]
         assert file == need.module.rpartition(".")[2] + ".py"
-        # Only a decorator of SGLang's own may wrap it.
+        # Only SGLang's own decorators may wrap it.
         assert [no_closure, wrapped] == both[1]["functions"][need.module][need.name][3:5]
 
 

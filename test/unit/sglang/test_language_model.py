@@ -1,4 +1,4 @@
-"""The language model of a vision-language checkpoint: which weights it gets, by which names; what is refused."""
+"""The language model of a vision-language checkpoint: its weights and their names; and refusals."""
 
 from __future__ import annotations
 

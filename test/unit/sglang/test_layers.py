@@ -1,4 +1,4 @@
-"""Which of a model's layers the workers compute, and what of these is left to SGLang; what comes out either way."""
+"""Layers of a model that the workers compute, parts left to SGLang, and equal results either way."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ LAYERS = NativeLayers(WORKERS)
 
 
 class AnotherMethod(UnquantizedLinearMethod):
-    """Stands for any that quantises, or that changes what SGLang's does."""
+    """Represents any method that quantises, or that changes SGLang's."""
 
 
 def holding(method: Any, dtype: torch.dtype = torch.float32, wrap: Callable[..., Any] = nn.Parameter) -> nn.Module:
-    """A module as SGLang builds them: a method and a weight."""
+    """A module as SGLang builds it: a method and a weight."""
     module = nn.Module()
     weight = wrap(torch.randn(OUT, IN).to(dtype), requires_grad=False)
     module.register_parameter("weight", weight)
@@ -49,7 +49,7 @@ def model_of(**modules: nn.Module) -> nn.Module:
 
 
 class Counted(NativeLayers):
-    """Counts what the workers compute."""
+    """Counts calls that the workers compute."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -63,7 +63,7 @@ class Counted(NativeLayers):
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
-    """What computes here. SGLang forgets the operations that are registered here."""
+    """The implementation in use. SGLang forgets operations that are registered in the test."""
     monkeypatch.setattr(BaseFusedOp, "_oot_forward_registry", {})
     made = Counted(WORKERS)
     monkeypatch.setitem(globals(), "LAYERS", made)
@@ -88,7 +88,7 @@ class TestWhoIsChosen:
         linear, head = holding(UnquantizedLinearMethod(), dtype), holding(UnquantizedEmbeddingMethod(), dtype)
         assert install(linear=linear, head=head) == 2
         assert type(linear.quant_method) is layers._Linear and type(head.quant_method) is layers._Head
-        # SGLang asks a method what it is, and multiplies by the head's own.
+        # SGLang checks the method's type, and multiplies with the head's own.
         assert isinstance(linear.quant_method, UnquantizedLinearMethod)
         assert should_apply_lm_head_quant_method(head, head.quant_method)
 
@@ -147,7 +147,7 @@ def test_few_rows_are_the_workers(native: Counted, method: Any, rows: int, bias:
     got = module.quant_method.apply(module, x, b)
     assert native.calls == ["linear"]
     torch.testing.assert_close(got, method().apply(module, x, b))
-    with torch.no_grad():  # weights that a server updates are the ones it computes with
+    with torch.no_grad():  # updated weights are used at once
         module.weight.mul_(2)
     torch.testing.assert_close(module.quant_method.apply(module, x, b), method().apply(module, x, b))
 
@@ -174,7 +174,7 @@ def test_other_shapes_are_sglangs(native: Counted, method: Any, x: torch.Tensor)
 def test_many_rows_of_a_slow_bfloat16(
     native: Counted, method: Any, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, some rows of the weight after the other."""
+    """In float32, some rows of the weight at a time."""
     monkeypatch.setattr(methods, "SLOW_BFLOAT16", True)
     monkeypatch.setattr(
         layers, "slices", lambda outputs, inputs, most: (slice(i, i + 32) for i in range(0, outputs, 32))
@@ -208,11 +208,11 @@ def test_a_head_takes_states_of_another_dtype(native: Counted) -> None:
     torch.testing.assert_close(got, want)
 
 
-# --- What lies between them ---
+# --- Operations between linear layers ---
 
 
 def both_ways(operation: BaseFusedOp, *args: Any, **kwargs: Any) -> Any:
-    """What the registered function makes of it, compared with what SGLang does."""
+    """The registered function's result, compared with SGLang's."""
     got = registered(type(operation))(operation, *args, **kwargs)
     want = operation.forward_native(*args, **kwargs)
     torch.testing.assert_close(got, want)
@@ -320,7 +320,7 @@ class TestRope:
         assert native.calls == []
 
     def test_heads_of_gemma(self, native: Counted) -> None:
-        """Positions of one sequence, and heads that lie apart."""
+        """Positions of one sequence, and heads that are not contiguous."""
         rotary, (q, k) = self.rotary(), self.q_and_k()
         install(rotary=rotary)
         both_ways(rotary, torch.tensor([[7, 0, 127]]), q.view(3, 4, -1), k.view(3, 2, -1))
@@ -333,7 +333,7 @@ class TestRope:
 def test_a_layer_that_fails_fails_its_pass_and_sglang_computes_it(
     native: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every layer, and with it every one after it in the pass; the next pass is ours again."""
+    """The failed layer and all later ones in the pass; the next pass uses the workers again."""
     guard = FailureGuard()
     linear, norm, activation = holding(UnquantizedLinearMethod()), RMSNorm(IN), SiluAndMul()
     contained = layers.Contained(native, guard.run)

@@ -1,4 +1,4 @@
-"""MXFP4: decoded as transformers does it, and refused where a part is missing or does not fit."""
+"""MXFP4: decoded as in transformers, and refused if a part is missing or does not fit."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ MACHINES = st.tuples(st.floats(0, 0.5), st.floats(1e-5, 1e-2), st.floats(0, 1e-6
 
 
 def run(times: PassTimes, took: Callable[[int, float], float], target: float, length: int) -> list[float]:
-    """The times of the passes of one prompt."""
+    """Times of the passes of one prompt."""
     passes, start = [], 0
     while start < length:
         tokens = times.tokens_within(target, lambda count, start=start: _attended(start, count), PAGE, 4096)
@@ -49,7 +49,7 @@ class TestPassTimes:
         times = PassTimes()
         run(times, took, target, 4_000)
         for passes in (run(times, took, target, 4_000), run(times, took, target, 1_000)):
-            least = took(PAGE, _attended(4_000, PAGE))  # a page, whatever it takes
+            least = took(PAGE, _attended(4_000, PAGE))  # at least a page, whatever its time
             assert max(passes) <= max(1.25 * target, least)
 
     @given(MACHINES)
@@ -62,7 +62,7 @@ class TestPassTimes:
 
     def test_a_pass_that_was_held_up_counts_little(self) -> None:
         times, took = PassTimes(), seconds(0.01, 0.001, 1e-7)
-        times.observe(6, _attended(0, 6), 3.0)  # the first one: something was compiled
+        times.observe(6, _attended(0, 6), 3.0)  # the first pass may have compiled something
         run(times, took, 0.2, 4_000)
         run(times, took, 0.2, 20_000)
         usual = run(times, took, 0.2, 20_000)
@@ -88,7 +88,7 @@ class TestPassTimes:
         assert tokens == most or predict(tokens * 2 + PAGE) > target
 
     def test_what_was_measured_seldom_divides_a_lone_prompt_anew(self) -> None:
-        """The limit is halfway between the times of two sizes, and what is measured differs by a seventh."""
+        """The limit is halfway between the times of two sizes, and measurements differ by a seventh."""
         generator, took, sizes = random.Random(3), seconds(0.01, 0.001, 0), set()
         for _ in range(20):
             times = PassTimes()
@@ -100,7 +100,7 @@ class TestPassTimes:
 
     def test_the_second_pass_replaces_the_first(self) -> None:
         times, took = PassTimes(), seconds(0.01, 0.001, 0)
-        times.observe(7, _attended(0, 7), 3.0)  # caches are cold, something is compiled
+        times.observe(7, _attended(0, 7), 3.0)  # caches are cold, or something is compiled
         times.observe(16, _attended(0, 16), took(16, 0))
         assert times.predict(16, _attended(0, 16)) == pytest.approx(took(16, 0), rel=0.01)
 
@@ -147,7 +147,7 @@ class TestOrder:
         for n in range(TURN - 1):
             assert not order.due
             order.passed(long, [request(10, n + 1)])
-        for n in range(5):  # no room for it
+        for n in range(5):  # there is no room for it
             assert order.due
             order.passed(long, [])
             waiting = [request(10, n), long]
@@ -167,7 +167,7 @@ class TestOrder:
 
 
 def scheduler(**more: Any) -> Any:
-    """What a pacer asks of SGLang's scheduler."""
+    """The fields of SGLang's scheduler that a pacer reads."""
     values = {
         "page_size": PAGE,
         "spec_algorithm": SimpleNamespace(is_none=lambda: True),
@@ -181,7 +181,7 @@ def scheduler(**more: Any) -> Any:
 
 
 class Held:
-    """A request that a weak dictionary can hold."""
+    """A request that a WeakKeyDictionary can hold."""
 
     inflight_middle_chunks = 1
 

@@ -1,4 +1,4 @@
-"""Packed weights: who gets them, the same numbers from the layer as before, and rows for everybody who asks."""
+"""Packed weights: which modules get them, equal results of the layer, and unpacked rows for all other readers."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from fluxion_sglang.sglang.steps.packed import PackedWeight
 
 LAYERS = NativeLayers(Workers(2))
 IN, OUT = 8192, 100
-"""Inputs enough for the largest nearest cache there is; four outputs are in no panel."""
+"""Enough inputs for the largest known nearest cache; four of the outputs are outside panels."""
 
 pytestmark = pytest.mark.skipif(not LAYERS.panel, reason="this CPU has no instructions that weights are packed for")
 
 
 @pytest.fixture(autouse=True)
 def operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang forgets the operations that are registered here."""
+    """SGLang forgets operations that are registered in the test."""
     monkeypatch.setattr(BaseFusedOp, "_oot_forward_registry", {})
 
 
@@ -51,7 +51,7 @@ def random(*size: int) -> torch.Tensor:
 
 
 def weighted(weight: torch.Tensor | None = None, module: nn.Module | None = None, method: Any = None) -> nn.Module:
-    """A module as SGLang builds them: a method, and a weight that knows how it is loaded."""
+    """A module as SGLang builds it: a method, and a weight with its loader."""
     module = nn.Module() if module is None else module
     module.quant_method = UnquantizedLinearMethod() if method is None else method
     module.weight = nn.Parameter(random(OUT, IN) if weight is None else weight, requires_grad=False)
@@ -76,7 +76,7 @@ def packs(module: nn.Module) -> bool:
 
 
 def made() -> tuple[nn.Module, torch.Tensor]:
-    """A module with a packed weight, and what that is in rows."""
+    """A module with a packed weight, and its unpacked rows."""
     module = weighted()
     rows = module.weight.detach().clone()
     install(module)
@@ -114,7 +114,7 @@ def _same_memory() -> list[nn.Module]:
 
 
 def _attribute() -> list[nn.Module]:
-    """As models keep parts of a projection that they multiply themselves."""
+    """Some models keep parts of a projection that they multiply themselves."""
     module = weighted()
     module.part = module.weight.data[:8].t()
     return [module]
@@ -256,7 +256,7 @@ def test_a_layer_that_fails_is_sglangs_and_its_weight_stays(monkeypatch: pytest.
         assert guard.reason == "Memory ran out." and packs(module)
 
 
-# --- Who touches it gets rows ---
+# --- Readers get rows ---
 
 
 def test_what_it_is_can_be_asked() -> None:
@@ -322,7 +322,7 @@ def test_its_address_is_that_of_rows() -> None:
 
 def test_modules_that_are_copied_or_cast_are_plain() -> None:
     module, rows = made()
-    module.quant_method = None  # the workers are nothing that could be copied
+    module.quant_method = None  # workers cannot be copied
     again = copy.deepcopy(module)
     assert type(again.weight) is nn.Parameter and torch.equal(again.weight, rows)
     again.weight.data.zero_()
@@ -348,7 +348,7 @@ def test_what_was_unpacked_stays_in_rows_and_is_told_once(caplog: pytest.LogCapt
 
 
 def test_a_digest_leaves_it_packed() -> None:
-    """And is that of the same weights in rows."""
+    """The digest equals that of the unpacked weights."""
     module, rows = made()
     want = [disk.weights_digest(weighted(rows), whole) for whole in (False, True)]
     for _ in range(2):
@@ -393,13 +393,13 @@ def test_a_weight_that_is_updated(update: Callable[[nn.Module, torch.Tensor], An
 
 
 def test_two_loaders_put_a_weight_into_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each loads its half, on a thread of its own."""
+    """Each loads its half, on its own thread."""
     module, _ = made()
     repack, calls = LAYERS.repack, []
 
     def slow(*args: Any, **kwargs: Any) -> None:
         calls.append(args)
-        time.sleep(0.2)  # the other thread comes meanwhile
+        time.sleep(0.2)  # the other thread arrives meanwhile
         repack(*args, **kwargs)
 
     monkeypatch.setattr(LAYERS, "repack", slow)

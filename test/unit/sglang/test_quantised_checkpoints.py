@@ -186,7 +186,7 @@ def test_weights_are_updated() -> None:
     x = torch.randn(2, IN)
     torch.testing.assert_close(layer(x)[0], F.linear(x, first.wide()), rtol=1e-5, atol=1e-4)
     finish(layer)
-    check(layer, first.wide())  # only other layers had new weights
+    check(layer, first.wide())  # only other layers got new weights
     method.restore_weights_before_loading(layer)
     load(layer, other)
     finish(layer)
@@ -211,7 +211,7 @@ def test_layers_that_are_not_quantised_are_sglangs() -> None:
 
 
 def ignoring(*names: str) -> list[dict[str, Any]]:
-    """Checkpoints in which the modules are not quantised, as each format says it."""
+    """Checkpoints that exclude these modules from quantisation, in each format's notation."""
     paths = [f"layers.0.{name}" for name in names]
     return [
         packings.gptq_config(4, 32, dynamic={rf"-:.*\.{name}$": {} for name in names}),
@@ -278,7 +278,7 @@ def test_tensors_that_do_not_fit_are_refused(kind: str, ranks: Callable[[int, in
     merged = MergedColumnParallelLinear(IN, [OUT, OUT], **given)
     for outputs, inputs in ((OUT, 2 * IN), (OUT, IN // 2), (OUT // 2, IN), (2 * OUT, IN)):
         _, packed = grid(kind, outputs, inputs=inputs)
-        for layer, shard in ((alone, ()), (merged, (1,)))[: 2 if outputs == OUT else 1]:  # SGLang cuts or fills shards
+        for layer, shard in ((alone, ()), (merged, (1,)))[: 2 if outputs == OUT else 1]:  # SGLang cuts or pads shards
             with pytest.raises(ConfigError, match=r"it has a tensor of [\dx ]+ for a layer that, by its") as told:
                 load(layer, packed, *shard)
             one_sentence(str(told.value))

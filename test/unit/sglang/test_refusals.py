@@ -1,4 +1,4 @@
-"""What a scheduler refuses reaches the launcher as its sentence, and an error of another kind does not."""
+"""A scheduler's refusal reaches the launcher as its sentence; other errors do not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def refuse() -> None:
 
 
 def scheduler(ready: Connection, outcome: str) -> None:
-    """A process of a server: makes its scheduler, says that it is ready, and serves."""
+    """A process of a server: create the scheduler, report readiness, and serve."""
 
     def make(_: object) -> None:
         if outcome == "refuses":
@@ -45,7 +45,7 @@ def scheduler(ready: Connection, outcome: str) -> None:
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Starts schedulers with these outcomes, and waits for them as SGLang's launcher does."""
+    """Start schedulers with these outcomes, and wait for them like SGLang's launcher."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setenv(refusals._VARIABLE, "")
     monkeypatch.setattr(refusals, "_ends", None)

@@ -1,4 +1,4 @@
-"""Policies that requests bring along, without a server: who gets which, who is ended, what stays out of the tree."""
+"""Policies of requests, without a server: their assignment, refused requests, and tokens that stay out of the tree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fluxion_sglang.sglang.requests.requests import RequestPolicies, forward_bat
 
 
 class Request(SimpleNamespace):
-    """What is used of SGLang's request; `end` is the length of its answer."""
+    """The fields of SGLang's request in use; `end` is the length of its answer."""
 
     __hash__ = object.__hash__
 
@@ -39,7 +39,7 @@ def run(
     mode: ForwardMode = ForwardMode.DECODE,
     guard: FailureGuard | None = None,
 ) -> list[str] | None:
-    """The specs that a pass over `requests` ran with; None when all follow the server's."""
+    """The specs of a pass over `requests`; None if all follow the server's."""
     seen: list[list[str] | None] = []
 
     def original(worker: Any, batch: Any, word: str) -> str:
@@ -112,7 +112,7 @@ def test_an_illegal_one_ends_its_request_alone(policies: RequestPolicies, value:
 
 
 def test_others_specs_do_not_take_a_request_s_policy(policies: RequestPolicies) -> None:
-    """A policy remembers its requests: another instance of it would answer otherwise."""
+    """A policy remembers its requests, so another instance would answer differently."""
 
     def policy_of(asked: Request) -> Policy:
         with policies.of([asked], True):
@@ -127,7 +127,7 @@ def test_others_specs_do_not_take_a_request_s_policy(policies: RequestPolicies) 
 
 
 def test_a_long_spec_is_not_looked_at(policies: RequestPolicies) -> None:
-    """Splitting 8 MB takes a second, in which every request waits."""
+    """Splitting 8 MB takes a second, during which every request waits."""
 
     class Long(str):
         def split(self, *_: Any) -> Any:
@@ -138,8 +138,8 @@ def test_a_long_spec_is_not_looked_at(policies: RequestPolicies) -> None:
 
 
 def test_a_refused_request_is_looked_at_once_and_the_next_one_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a pipeline a request that was refused goes on to the end of its prefill. What its policy lacked, such as
-    a predictor's file, may be there for the next."""
+    """In a pipeline, a refused request continues to the end of its prefill. What its policy lacked, such as a
+    predictor's file, may exist for the next one."""
     seen: list[str] = []
 
     def parse(spec: str, context: Context) -> Policy:
@@ -161,7 +161,7 @@ def test_a_refused_request_is_looked_at_once_and_the_next_one_anew(monkeypatch: 
 def test_what_one_rank_refuses_ends_on_all_of_them(
     policies: RequestPolicies, mode: ForwardMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A predictor's file may be there on one machine and not on another."""
+    """A predictor's file may exist on one machine and not on another."""
     guard = FailureGuard()
     bad, ended = request({"fluxion_policy": "none such"}), request()
     ended.to_finish = "the client left"
@@ -173,15 +173,15 @@ def test_what_one_rank_refuses_ends_on_all_of_them(
     batch = SimpleNamespace(reqs=[request(), ended, bad], forward_mode=mode, decoding_reqs=None)
     plugin.HOOKS[compat.RUN_BATCH](lambda *_: None, worker, batch)
     assert list(guard.found.lost) == [2] and guard.found.lost[2] == bad.to_finish.message
-    with guard.containing():  # it goes on to the end of its prefill, and is told once
+    with guard.containing():  # it continues to the end of its prefill, and is told once
         run(policies, [bad], mode, guard)
     assert guard.found == Failures(None, {})
-    run(policies, [request({"fluxion_policy": "none such"})], mode, guard)  # outside of a scheduler nobody asks
+    run(policies, [request({"fluxion_policy": "none such"})], mode, guard)  # outside of a scheduler there is no check
     assert guard.found == Failures(None, {})
 
 
 def test_a_session_is_told_the_words_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its next turn says them again, whoever named the policy first and how."""
+    """Its next turn repeats the spec, whichever request named the policy first, in any notation."""
     told: list[tuple[str, str]] = []
     monkeypatch.setattr(requests_module.sessions, "approximated", lambda _, spec, server: told.append((spec, server)))
     policies = RequestPolicies(parse_spec("anchor"))
@@ -190,7 +190,7 @@ def test_a_session_is_told_the_words_of_its_request(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_turn_that_begins_with_approximated_kv_puts_nothing_into_the_tree(policies: RequestPolicies) -> None:
-    """Not even its prompt, should it be aborted after its first token: the conversation before it is in there."""
+    """Not even its prompt, if it is aborted after its first token: the prompt contains the earlier conversation."""
 
     class Session(SimpleNamespace):
         __hash__ = object.__hash__
@@ -246,7 +246,7 @@ def test_who_decodes_in_a_prefill_of_others_is_known(policies: RequestPolicies, 
     requests = [request({"fluxion_policy": "streaming"}), request(), request()]
     seen: list[Any] = []
     worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=SimpleNamespace(requests=policies)))
-    # SGLang leaves the list of an earlier pass on a batch that is none of that kind.
+    # SGLang may leave the list of an earlier pass on a batch of another kind.
     batch = SimpleNamespace(reqs=requests, forward_mode=mode, decoding_reqs=requests[1:])
     forward_batch_generation(lambda *_: seen.append(policies.riding), worker, batch)
     assert seen == [{1, 2} if mode is ForwardMode.MIXED else set()] and not policies.riding
@@ -261,7 +261,7 @@ def test_a_policy_that_reads_everything_to_decide_is_for_measuring(policies: Req
     measuring = RequestPolicies(parse_spec("full"), yardsticks=True)
     own = request({"fluxion_policy": spec})
     assert run(measuring, [own]) == [spec] and own.to_finish is None
-    # What the server itself was started with, everybody follows anyway.
+    # All requests follow the server's policy anyway.
     own = request({"fluxion_policy": spec})
     assert run(RequestPolicies(parse_spec(spec)), [own]) is None and own.to_finish is None
 
@@ -276,9 +276,8 @@ def test_a_policy_that_reads_sketches_takes_a_pool_that_has_them(policies: Reque
 
 
 def kept_of(policies: RequestPolicies, own: Request, overlap: bool, foreseen: bool) -> list[str]:
-    """What the radix tree gets of a request's life in SGLang's order of things. With overlap, a pass is launched before
-    the result of the one before it is processed, unless its length tells beforehand that the answer ends with that.
-    """
+    """Entries that the radix tree gets during a request's life, in SGLang's order. With overlap, a pass is launched
+    before the previous result is processed, unless the length shows beforehand that the answer ends there."""
     kept: list[str] = []
     decoded = False
     for number in count():
@@ -302,14 +301,14 @@ def test_an_answer_under_an_own_policy_stays_out_of_the_tree(
     policies: RequestPolicies, end: int, overlap: bool, foreseen: bool
 ) -> None:
     kept = kept_of(policies, request({"fluxion_policy": "streaming"}, end), overlap, foreseen)
-    # With nothing decoded the end of the request is the moment of its prompt; a token that came as a surprise and has
-    # been decoded already takes its prompt along.
+    # Without decoded tokens, the prompt enters the tree at the request's end. A stop token that comes unexpectedly,
+    # after another decode step, keeps its prompt out.
     assert kept == ([] if end == 1 and overlap and not foreseen else ["prompt"])
     assert kept_of(policies, request(None, 3), overlap, foreseen) == ["prompt", "answer"]
 
 
 def test_only_what_is_exact_goes_into_the_tree() -> None:
-    """Whoever approximates: `full` is full attention, and no policy builds on what another one guessed."""
+    """`full` is full attention: requests build on no KV that another policy approximated."""
     sparse = RequestPolicies(parse_spec("fixed:16:0.05"))
     assert kept_of(sparse, request(None, 3), False, False) == ["prompt"]
     assert kept_of(sparse, request({"fluxion_policy": "fixed:16:0.05"}, 3), True, True) == ["prompt"]
@@ -386,7 +385,7 @@ def test_refusals_push_out_no_policy(policies: RequestPolicies) -> None:
 
 
 def test_the_pool_is_checked_once_for_a_request() -> None:
-    """Its prompt comes in chunks, and then it decodes."""
+    """Its prompt comes in chunks, then it decodes."""
     policies = RequestPolicies(parse_spec("full"), canary=True)
     own, other = request({"fluxion_check": True}), request()
     seen = []
@@ -414,7 +413,7 @@ def test_a_pass_without_a_batch_or_of_another_backend_is_left_alone(policies: Re
 
 
 def test_where_all_follow_one_policy_the_others_are_still_checked() -> None:
-    """As where every pass is exact: what is decoded may go into the tree, whatever a request has named."""
+    """Every pass is exact, so decoded tokens may enter the tree, whatever policy a request names."""
     policies = RequestPolicies(parse_spec("full"), one=True)
     sparse, bad = request({"fluxion_policy": "streaming"}), request({"fluxion_policy": "nonsense"})
     assert run(policies, [sparse, bad]) is None

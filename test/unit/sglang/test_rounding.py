@@ -76,7 +76,7 @@ def test_weights_are_updated_and_rounded_again() -> None:
     with pytest.raises(ValueError, match="begin the update of weights before new ones are loaded"):
         layer.weight.weight_loader(layer.weight, new)
     method: Any = layer.quant_method
-    for _ in range(2):  # a failed update is rolled back: restored once more
+    for _ in range(2):  # a failed update is rolled back: restored again
         method.restore_weights_before_loading(layer)
     assert layer.weight.dtype is torch.bfloat16 and torch.equal(layer.weight, before.bfloat16())
     x = torch.randn(2, IN).bfloat16()

@@ -1,4 +1,4 @@
-"""Rows of SGLang's request table that come free, told to whoever keeps something by row."""
+"""Freed rows of SGLang's request table are reported to all listeners that keep state by row."""
 
 from __future__ import annotations
 

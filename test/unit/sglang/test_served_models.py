@@ -41,7 +41,7 @@ ARGS = SimpleNamespace(kv_cache_dtype="auto", tp_size=1, device="cpu")
 
 
 def changed(model: Any, **changes: Any) -> Any:
-    """A copy of the configuration; keys that start with text_ or hf_ go to the Hugging Face one."""
+    """A copy of the configuration; keys with prefix text_ or hf_ change the Hugging Face one."""
     model = copy.copy(model)
     model.hf_config = model.hf_text_config = copy.deepcopy(model.hf_config)
     for key, value in changes.items():

@@ -1,4 +1,4 @@
-"""Which policy a server starts with: what falls back to full, what ends the start, and what the log says of it."""
+"""A server's policy at the start: fallbacks to full, refused starts, and log messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fluxion_sglang.sglang.requests import predictors
 
 @pytest.fixture(autouse=True)
 def _served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The model served is the one that `trained` saves predictors of."""
+    """The served model is the one for which `trained` saves predictors."""
 
     def identity(options: FluxionConfig, runner: Any) -> Identity:
         return dataclasses.replace(trained.IDENTITY, window=options.window)
@@ -116,7 +116,7 @@ def test_a_policy_or_a_predictor_that_was_named_must_fit(model: Path, tmp_path: 
 
 
 def built(rank: int, ranks: int, first: float = 1.0) -> torch.nn.Module:
-    """Two layers as `ranks` ranks have them: matrices and the norm of queries are divided, other norms are not."""
+    """Two layers on one of `ranks` ranks: matrices and the norm of queries are divided, other norms are not."""
     layers = torch.nn.ModuleList()
     for _ in range(2):
         layer = torch.nn.Module()
@@ -152,7 +152,7 @@ def test_stages_of_a_pipeline_have_one_fingerprint(monkeypatch: pytest.MonkeyPat
 
 
 def several(monkeypatch: pytest.MonkeyPatch, gather: Callable[[Any], list[Any]], **parallel: Any) -> None:
-    """There are several processes; `gather` says what all of them give, and this one gives something."""
+    """Simulate several processes; `gather` maps this process's value to the values of all."""
 
     def all_gather_object(found: list[Any], mine: Any, group: str) -> None:
         found[:] = gather(mine)
@@ -162,7 +162,7 @@ def several(monkeypatch: pytest.MonkeyPatch, gather: Callable[[Any], list[Any]],
 
 
 def test_stages_exchange_their_weights_at_the_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not when a request comes, which the stages see at different times."""
+    """They must not do so when a request arrives, which the stages see at different times."""
     asked: list[object] = []
     runner: Any = SimpleNamespace(server_args=SimpleNamespace(model_path=str(model)))
     monkeypatch.setattr(predictors, "identity", lambda *of: asked.append(of) or trained.IDENTITY)

@@ -1,4 +1,5 @@
-"""Streaming sessions whose turns have different policies: what one approximated is not there for another."""
+"""Streaming sessions whose turns have different policies: approximated KV of one turn is not reused by another
+policy."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Session(SimpleNamespace):
 
 
 class Sessions:
-    """What is used of SGLang's StreamingSession."""
+    """The parts of SGLang's StreamingSession in use."""
 
     def __init__(self) -> None:
         self.released: list[str] = []
@@ -92,7 +93,7 @@ def test_a_turn_knows_that_it_begins_with_what_another_approximated(session: Ses
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_what_is_remembered_of_a_turn_goes_with_it(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The session keeps its row, and nobody frees it; any other row is freed, which `rows.py` hears of."""
+    """The session keeps its row without a free; any other row is freed, which `rows.py` reports."""
     told: list[tuple[Any, list[int]]] = []
     monkeypatch.setattr(sessions.rows, "tell", lambda table, rows: told.append((table, rows)))
     there = SimpleNamespace(cache=SimpleNamespace(req_to_token_pool="the table"))

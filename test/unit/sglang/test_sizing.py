@@ -17,7 +17,7 @@ from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.sglang.memory import capacity, pools, sizing
 from fluxion_sglang.sglang.memory.sizing import Turn
 
-# A server: it measures what is free, takes half of it, and has it a while later.
+# A server: it measures free memory, takes half of it, and holds it later.
 SERVER = """
 import sys, time
 from pathlib import Path
@@ -106,7 +106,7 @@ def test_another_users_file_is_locked_all_the_same(tmp_path: Path) -> None:
 
 @dataclass(slots=True)
 class Configurator:
-    """SGLang's: it takes no attribute of others."""
+    """SGLang's class, which does not accept further attributes."""
 
     is_draft_worker: bool = False
     server_args: Any = field(default_factory=lambda: SimpleNamespace(disaggregation_mode="null"))

@@ -1,4 +1,4 @@
-"""What NGRAM speculative decoding calls on a CPU, against plain Python, and trees of tokens over the host pool."""
+"""Functions of NGRAM speculative decoding on a CPU, against plain Python, and trees of tokens over the host pool."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fluxion_sglang.sglang.steps import speculation
 parents_of = st.lists(st.integers(0, 1 << 30), min_size=0, max_size=63).map(
     lambda draws: [-1] + [draw % (i + 1) for i, draw in enumerate(draws)]
 )
-"""Trees: of every node its parent, which comes before it; -1: the root."""
+"""Trees: the parent of every node, which precedes it; -1 for the root."""
 
 
 def lineage(parents: list[int], node: int) -> list[int]:
@@ -73,7 +73,7 @@ def test_links_of_trees(first: list[int], seed: int) -> None:
 @settings(max_examples=examples(50))
 @given(parents=parents_of, seed=seeds)
 def test_the_greedy_path_is_what_the_model_says(parents: list[int], seed: int) -> None:
-    """With few tokens, so that many drafts are right; siblings differ, as they do in SGLang's trees."""
+    """With few tokens, many drafts are right; siblings differ, as in SGLang's trees."""
     random = torch.Generator().manual_seed(seed)
     size, words = len(parents), 3
     used: dict[int, set[int]] = {}
@@ -85,7 +85,7 @@ def test_the_greedy_path_is_what_the_model_says(parents: list[int], seed: int) -
         if token not in used.setdefault(parents[node], set()):
             kept.append(node)
         else:
-            tokens[node] = words + node  # nobody says this
+            tokens[node] = words + node  # the model never outputs it
         used[parents[node]].add(token)
     says = torch.randint(words, (1, size), generator=random)
     _, index, child, sibling = links([parents], [9])
@@ -100,7 +100,7 @@ def test_the_greedy_path_is_what_the_model_says(parents: list[int], seed: int) -
 
 
 def test_sampled_tokens_are_the_models() -> None:
-    """Over many draws the first token after the root is distributed as the model says, whatever was drafted."""
+    """Over many draws, the first token after the root follows the model's distribution, whatever was drafted."""
     parents, tokens = [-1, 0, 0, 1], [9, 3, 1, 2]
     probs = torch.tensor([0.1, 0.2, 0.05, 0.4, 0.25])
     random = torch.Generator().manual_seed(3)
@@ -158,7 +158,7 @@ def test_extend_by_a_tree(
     isa: str, dtype: torch.dtype, parents: list[int], seed: int, D: int, G: int, before: int, window: int, part: int,
     cap: float,
 ) -> None:  # fmt: skip
-    """The kernel, for the nodes from one on: each has its ancestors, and of what comes before the tree its window."""
+    """The kernel, for the nodes from one on: each sees its ancestors, and its window of the tokens before the tree."""
     T = len(parents)
     skip = part % T
     torch.manual_seed(seed)
@@ -178,7 +178,7 @@ def test_extend_by_a_tree(
 
 
 class Draft:
-    """Requests in a pool with canary, of which drafts are verified; SGLang's batch as far as the move looks at it."""
+    """Requests in a pool with canary, whose drafts are verified; the fields of SGLang's batch that the move reads."""
 
     def __init__(self, lengths: list[int], workers: int = 2) -> None:
         shape = KVShape(2, 2, 32, torch.float32, sketched=True)
@@ -226,7 +226,7 @@ class Draft:
         self.lengths = [n + len(path) for n, path in zip(self.lengths, paths, strict=True)]
 
     def check(self) -> None:
-        """KV, metadata, moments and sketches of all that was accepted are those of a pool that was given it at once."""
+        """KV, metadata, moments and sketches of all accepted tokens equal those of a pool that got them at once."""
         plain = HostPool(KVShape(2, 2, 32, torch.float32, sketched=True), 2048, Placement(32, 48), Workers(1))
         for b, n in enumerate(self.lengths):
             for layer in range(2):
@@ -243,7 +243,7 @@ class Draft:
                     for last in range((1 << level) - 1, n // 16, 1 << level):
                         page = int(self.pages[b, last])
                         if int(self.pool.tensor(f"tag{level}", layer)[page >> level]) != page:
-                            continue  # another block has its place
+                            continue  # another block has its entry
                         first = max(last + 1 - (1 << level), 2)
                         if last < 2:
                             continue
@@ -256,7 +256,7 @@ class Draft:
 
 
 class Moved:
-    """Two requests, of which a draft of 6 tokens each has accepted the nodes 0, 2 and 5."""
+    """Two requests; each accepted the nodes 0, 2 and 5 of a draft of 6 tokens."""
 
     PATH = (0, 2, 5)
 
@@ -323,7 +323,7 @@ def test_a_request_whose_tokens_cannot_be_moved_ends_alone(monkeypatch: pytest.M
     seed=seeds,
 )
 def test_drafts_come_and_go(lengths: list[int], size: int, rounds: int, window: int | None, seed: int) -> None:
-    """Round after round drafts fill pages, and what follows from these is of what was accepted."""
+    """Drafts fill pages round after round; data derived from these pages covers the accepted tokens only."""
     random = torch.Generator().manual_seed(seed)
     draft = Draft(lengths)
     for _ in range(rounds):

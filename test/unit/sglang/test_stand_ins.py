@@ -1,4 +1,4 @@
-"""PyTorch in place of SGLang's kernels for GPUs, against formulas in float64."""
+"""PyTorch replacements of SGLang's GPU kernels, against formulas in float64."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_clamped_swiglu(dtype: torch.dtype) -> None:
 
 
 def test_rms_apply_over_ranks(dtype: torch.dtype) -> None:
-    """Two ranks with half of the heads each, and sums of both."""
+    """Two ranks with half of the heads each, and sums over both."""
     q, k = torch.randn(3, 64).to(dtype), torch.randn(3, 32).to(dtype)
     weights = torch.rand(64).to(dtype), torch.rand(32).to(dtype)
     halves = [[part.chunk(2, -1)[rank] for part in (q, k, *weights)] for rank in range(2)]

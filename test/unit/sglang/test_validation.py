@@ -1,4 +1,4 @@
-"""Refusals of --enable-fluxion: options, and an SGLang whose names have moved."""
+"""Refusals of --enable-fluxion: options, and an SGLang with moved names."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from fluxion_sglang.predictor.artifact import PredictorError
 from fluxion_sglang.sglang.compat import CompatError
 from fluxion_sglang.sglang.start import resolution, validation
 
-# A refused value of every option, and what the sentence must offer. The test fails if an option has no row
-# here.
+# A refused value of every option, and words that the message must contain. The test fails if an option has no row here.
 REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
     "attention_backend": ("triton", "leave --attention-backend out"),
     "prefill_attention_backend": ("fa3", "leave --prefill-attention-backend out"),
@@ -150,8 +149,8 @@ def test_what_follows_from_the_flag(server_args: Any) -> None:
     view = resolving_view(args)
     assert (view.attention_backend, view.page_size, view.device) == ("fluxion", 16, "cpu")
     assert view.cuda_graph_config.decode.backend == view.cuda_graph_config.prefill.backend == "disabled"
-    assert view.disable_overlap_schedule is False  # as it was: overlap works on the CPU
-    assert (args.attention_backend, args.page_size) == (None, None)  # the record stays what the operator gave
+    assert view.disable_overlap_schedule is False  # unchanged: overlap works on the CPU
+    assert (args.attention_backend, args.page_size) == (None, None)  # the record keeps the operator's values
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_what_follows_from_the_flag(server_args: Any) -> None:
 def test_a_machine_of_much_memory_gets_no_longer_passes(
     server_args: Any, monkeypatch: pytest.MonkeyPatch, gib: int, asked: int | None, taken: int
 ) -> None:
-    """SGLang sizes them by the memory, as if it were a GPU's."""
+    """SGLang derives pass sizes from the memory, as on a GPU."""
     from sglang.srt.arg_groups import memory_hook
     from sglang.srt.arg_groups.overrides import resolving_view
 

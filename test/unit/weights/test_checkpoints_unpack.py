@@ -1,4 +1,4 @@
-"""Weights of quantised checkpoints: our packers of the published rules, and others' packers."""
+"""Weights of quantised checkpoints: our packers, which follow the published rules, and those of other projects."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_zero_of_0_is_stored_as_the_largest(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_sglang_packs(bits: int) -> None:
-    """Its helpers for tests, of weights [inputs, outputs]."""
+    """SGLang's test helpers, with weights [inputs, outputs]."""
     most, weight = (1 << bits) - 1, torch.randn(IN, OUT)
     kind = SimpleNamespace(
         is_integer=lambda: True, is_signed=lambda: False, max=lambda: most, min=lambda: 0, has_bias=lambda: False

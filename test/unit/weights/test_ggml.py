@@ -1,4 +1,4 @@
-"""Blocks and headers of GGUF files, as the package `gguf` has them."""
+"""Blocks and headers of GGUF files, compared with the package `gguf`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fluxion_sglang.weights import ggml
 from fluxion_sglang.weights.quantised import Quantised, pack, unpack
 
 TYPES = [gguf.GGMLQuantizationType(kind) for kind in ggml.KINDS]
-# Where the float16 numbers of a block lie.
+# Offsets of the float16 numbers in a block.
 UNITS = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
 UNITS |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
 def _blocks(kind: gguf.GGMLQuantizationType, outputs: int, inputs: int) -> torch.Tensor:
-    """Random blocks: any bytes are valid where the units are finite."""
+    """Random blocks: any bytes are valid if the float16 units are finite."""
     random = np.random.default_rng(int(kind))
     size, length = gguf.GGML_QUANT_SIZES[kind]
     blocks = random.integers(0, 256, (outputs, inputs // size, length), dtype=np.uint8)
@@ -64,7 +64,7 @@ def test_a_scale_beyond_float16_is_refused() -> None:
 
 
 def _value(kind: int, *numbers: int) -> bytes:
-    """A value of a header: of an array the types, of 4 bytes, and the counts, of 8."""
+    """A header value; for arrays, types have 4 bytes and counts 8."""
     forms = {8: "Q", 9: "IQ" * (len(numbers) // 2)}
     if kind == 9 and numbers[:2] == (8, 1):
         forms[9] = "IQQ"

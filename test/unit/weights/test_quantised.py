@@ -1,4 +1,4 @@
-"""Quantised weights: what a format is, and packing."""
+"""Quantised weights: formats and packing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_what_is_packed_comes_back(form: Format, outputs: int, blocks: int, seed
 
 
 def test_a_place_in_a_panel() -> None:
-    """As csrc/kernels/table.h says: heads of one group or two, and the integers of a block."""
+    """As in csrc/kernels/table.h: headers of one or two groups, and the integers of a block."""
     four, eight = drawn(Format(4, 32, True), 20, 64, 1), drawn(Format(8, 32, False), 16, 96, 2)
     block = pack(four)[0, 64 + 256 + 64 :].view(torch.int16).view(4, 16, 2)  # the second block
     assert int(block[1, 5, 1]) >> 8 & 15 == four.integers[5, 32 + 8 * 1 + 2 * 2 + 1]

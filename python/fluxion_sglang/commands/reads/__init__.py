@@ -1,4 +1,4 @@
-"""What `fluxion explain` shows: the options that say of what, and the picture that these ask for."""
+"""The data of `fluxion explain`: its options, and the picture that they ask for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say what to look at, and for how long."""
+    """Add the options for the source and the duration."""
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--url", default="http://127.0.0.1:30000", help="of a running server (default: %(default)s)")
     source.add_argument("--audit", type=Path, metavar="FILE", help="a file that the server's option audit named")
@@ -42,7 +42,7 @@ def _seconds(text: str) -> float:
 
 
 def watched(arguments: argparse.Namespace) -> bool:
-    """Whether a server is to be watched for a while."""
+    """Whether to watch a server for a while."""
     return arguments.audit is None and not arguments.once
 
 
@@ -50,12 +50,12 @@ def gather(arguments: argparse.Namespace, show: Callable[[Picture, float], None]
     """The picture that the arguments ask for.
 
     Args:
-        show: gets every picture of a server that is watched, and how many seconds are left.
+        show: called with every picture of a watched server, and the seconds left.
 
     Raises:
         ReadsError: there is none.
     """
-    # Only here: the other commands need none of it.
+    # Imported late, because the other commands do not need them.
     from fluxion_sglang.commands.reads.audited import of_audit
     from fluxion_sglang.commands.reads.picture import ReadsError
     from fluxion_sglang.commands.reads.served import Reading, of_readings, read_server, watch

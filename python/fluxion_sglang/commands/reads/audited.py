@@ -13,7 +13,7 @@ from fluxion_sglang.scoring.audit_file import record_dtype
 
 
 def of_audit(path: Path, policy: str | None = None) -> Picture:
-    """The picture of an audit file, or of what requests of one policy did in it; raises ReadsError."""
+    """The picture of an audit file, or of one policy's requests in it; raises ReadsError."""
     steps = _audited_steps(path)
     records = np.concatenate(steps)
     found = [name.decode(errors="replace") for name in np.unique(records["policy"])]
@@ -70,7 +70,7 @@ def _per_layer(step: np.ndarray, name: str, layers: int) -> np.ndarray:
 
 
 def _mean_errors(records: np.ndarray) -> np.ndarray:
-    """[query heads], over records whose layer has a middle and an output to compare with."""
+    """[query heads], mean over records of layers with a middle and a finite reference output."""
     errors = records["error"][(records["middle"] > 0) & np.isfinite(records["error"]).all(1)]
     return errors.mean(0, dtype=np.float64) if len(errors) else np.full(records["error"].shape[1], np.nan)
 

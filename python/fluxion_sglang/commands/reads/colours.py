@@ -1,4 +1,4 @@
-"""Two scales of colours, for terminals and for figures alike: matplotlib's viridis and inferno, by five points."""
+"""Two colour scales for terminals and figures: matplotlib's viridis and inferno, by five points."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PARTS = {
     "model": "#3b528b",
     "between": "#8a8f98",
 }
-"""Of each part of a decode step."""
+"""The colour of each part of a decode step."""
 
 
 def colour(scale: Sequence[str], value: float, end: float) -> str:
-    """The colour of a value between 0 and `end`; grey where there is none."""
+    """The colour of a value between 0 and `end`; grey for NaN."""
     if math.isnan(value):
         return "#808080"
     place = min(max(value / end, 0.0), 1.0) * (len(scale) - 1) if end > 0 else 0.0
@@ -30,6 +30,6 @@ def colour(scale: Sequence[str], value: float, end: float) -> str:
 
 
 def ink(background: str) -> str:
-    """What can be read on it: black or white."""
+    """The readable text colour on a background: black or white."""
     red, green, blue = parse_rgb_hex(background[1:])
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 128 else "#ffffff"

@@ -1,4 +1,4 @@
-"""A picture as a figure of matplotlib."""
+"""Draws a picture as a matplotlib figure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fluxion_sglang.commands.reads.picture import Picture
 from fluxion_sglang.commands.reads.sentences import milliseconds, percent, scale_end, sentences
 
 _POINTS = 200
-"""Points of a line, at most."""
+"""Most points of a line."""
 _CELLS = 24
-"""Columns up to which the cells of the heat map have numbers."""
+"""Most columns of the heat map with numbers in its cells."""
 _SETTINGS: Any = {"svg.hashsalt": "fluxion", "svg.fonttype": "none", "font.size": 9}
 
 
 def draw(picture: Picture, path: Path) -> None:
-    """Write one file, in the format that its suffix says; raises OSError and ValueError."""
+    """Write one file, in the format of its suffix; raises OSError and ValueError."""
     with matplotlib.rc_context(_SETTINGS):
         figure = _figure(picture)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -38,7 +38,7 @@ def _figure(picture: Picture) -> Figure:
     top, bottom = halves
     _heat(picture, top.subplots())
     left, right = bottom.subplots(1, 2, width_ratios=(3, 2))
-    # One look has no time in it: layers side by side instead.
+    # A single reading has no time axis; show the layers instead.
     (_over_time if len(picture.timeline) > 1 else _layers)(picture, left)
     if len(picture.policies) > 1:
         _policies(picture, right)
@@ -56,7 +56,7 @@ def _heat(picture: Picture, axis: Any) -> None:
         values, scale, what, columns = picture.share, SHARE, "Share of the middle that each group reads", "group"
     end = scale_end(values)
     shades = LinearSegmentedColormap.from_list("fluxion", scale)
-    axis.set_facecolor("#808080")  # where there is no value
+    axis.set_facecolor("#808080")  # colour of missing values
     image = axis.imshow(np.ma.masked_invalid(values), cmap=shades, vmin=0, vmax=end, aspect="auto")
     axis.figure.colorbar(image, ax=axis, format=None if picture.audited else PercentFormatter(1, decimals=0), pad=0.01)
     axis.set(title=what, xlabel=columns, ylabel="layer")
@@ -73,12 +73,12 @@ def _over_time(picture: Picture, axis: Any) -> None:
     line = picture.timeline.binned(_POINTS)
     axis.set_title("Share of the middle that is read, over time")
     for i, shares in enumerate(line.shares().T):
-        shade = colour(SHARE, i, 1.2 * max(len(picture.layers) - 1, 1))  # not its lightest
+        shade = colour(SHARE, i, 1.2 * max(len(picture.layers) - 1, 1))  # leaves out the lightest colours
         axis.plot(line.at, shares, lw=1, color=shade, label=f"layer {picture.layers[i]}")
     axis.plot(line.at, line.total(), color="black", lw=2, label="all")
     axis.set_xlabel("decode step" if picture.audited else "second")
     lines, names = axis.get_legend_handles_labels()
-    if len(lines) > 9:  # the first layer, the last, and all together
+    if len(lines) > 9:  # show the first layer, the last, and all together
         lines, names = [lines[0], *lines[-2:]], [names[0], *names[-2:]]
     axis.legend(lines, names, fontsize=7, ncols=2)
     _percents(axis, line.shares())

@@ -1,4 +1,4 @@
-"""What there is to show of a server or an audit: who read how much of the middle, when, and at what cost."""
+"""The data of a picture of a server or an audit: shares of the middle that were read, over time, and their cost."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ PART_TEXTS = {
     "between": "end of the model, sampling, scheduler",
 }
 RESIDENT_IN_TASKS = "attention"
-"""What `tasks` is where no policy sees the residents first: they are attended to beside the queue."""
+"""Text for `tasks` if no policy observes the residents first: they are then attended to beside the queue."""
 
 
 class ReadsError(Exception):
-    """There is nothing to show; the message says why and what to do."""
+    """There is nothing to show. The message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """How reading went on: T points in time (of a server) or decode steps (of an audit).
+    """Reads over time: T points in time (of a server) or decode steps (of an audit).
 
     Attributes:
-        at: [T], when: seconds since the first look, or the number of the step, from 1.
-        read, middle: [T, layers] bytes that were read, and that could have been.
+        at: [T], seconds since the first reading, or the number of the step, from 1.
+        read, middle: [T, layers] bytes that were read, and bytes of the whole middle.
         tokens_per_s: [T]; empty for an audit.
     """
 
@@ -47,7 +47,7 @@ class Timeline:
         return len(self.read)
 
     def binned(self, points: int) -> Timeline:
-        """At most `points` points; neighbours are one."""
+        """At most `points` points; adjacent ones are merged."""
         if len(self) <= points:
             return self
         starts = np.linspace(0, len(self), points, endpoint=False).astype(int)
@@ -62,7 +62,7 @@ class Timeline:
         )
 
     def shares(self) -> np.ndarray:
-        """[T, layers]; nan where there was no middle."""
+        """[T, layers]; NaN without a middle."""
         return ratio(self.read, self.middle)
 
     def total(self) -> np.ndarray:
@@ -72,10 +72,10 @@ class Timeline:
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """What the requests of one policy read and lost in an audit; shares are of the middle's bytes.
+    """Reads and errors of one policy's requests in an audit; shares are of the middle's bytes.
 
     Attributes:
-        records: one a layer, request and step. p99: of the errors of single heads.
+        records: one per layer, request and step. p99: of the errors of single heads.
     """
 
     policy: str
@@ -88,18 +88,18 @@ class PolicyRow:
 
 @dataclass(frozen=True)
 class Picture:
-    """What there is to show.
+    """The data of a picture.
 
     Attributes:
-        source: the server's URL or the file's name, and what of it.
+        source: the server's URL or the file's name, with the time or policies covered.
         steps, tokens: decode steps, and tokens that they decoded.
-        layers, columns: numbers of layers, and of groups (a server) or query heads (an audit).
-        share: [layers, groups] read of the middle, without metadata; of an audit [layers, 1].
+        layers, columns: indices of layers, and of groups (a server) or query heads (an audit).
+        share: [layers, groups] of the middle that was read, without metadata; for an audit [layers, 1].
         metadata: bytes of block metadata read, as a share of the middle's.
-        parts: seconds of a decode step, by part; empty where nobody timed it.
+        parts: seconds of a decode step, by part; empty if no step was timed.
         blocks: share of the groups by the block size of their plan.
-        errors: [layers, query heads], mean; an audit's alone.
-        policies: an audit's alone.
+        errors: [layers, query heads], mean; for audits only.
+        policies: for audits only.
     """
 
     source: str
@@ -123,7 +123,7 @@ class Picture:
 
     @property
     def part_names(self) -> dict[str, str]:
-        """What each part of the step is, in the order of time."""
+        """A text for each part of the step, in order of time."""
         names = {part.name.lower(): PART_TEXTS[part.name.lower()] for part in Phase}
         if not self.parts.get("resident"):
             names["tasks"] = RESIDENT_IN_TASKS

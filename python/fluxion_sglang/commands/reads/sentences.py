@@ -1,4 +1,4 @@
-"""Three sentences that say what a picture means, and how numbers are written."""
+"""Three sentences that explain a picture, and the format of numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fluxion_sglang.commands.reads.picture import MODEL_PARTS, Picture
 
 
 def sentences(picture: Picture) -> list[str]:
-    """Three sentences that say what the picture means."""
+    """Three sentences that explain the picture."""
     return [_how_much(picture), _which_layers(picture), _errors(picture) if picture.audited else _time(picture)]
 
 
@@ -68,6 +68,6 @@ def milliseconds(seconds: float) -> str:
 
 
 def scale_end(values: np.ndarray) -> float:
-    """Where the colours end: the next round number above all shares."""
+    """The end of the colour scale: the next round number above all shares."""
     largest = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
     return next(end for end in (0.05, 0.1, 0.25, 0.5, 1.0, math.inf) if largest <= end) if largest <= 1 else largest

@@ -1,4 +1,4 @@
-"""The picture of a running server, from its /metrics."""
+"""Makes the picture of a running server from its /metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fluxion_sglang.commands.reads.picture import Picture, ReadsError, Timeline,
 from fluxion_sglang.commands.serving import UNAUTHORIZED, RequestFailed, Server, samples
 
 POLL_S = 1.0
-"""Between two looks at /metrics: twice as long as the server lets its counters be behind."""
+"""Seconds between two readings of /metrics: twice the longest delay of the server's counters."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,8 @@ class Reading:
     """The counters of a server at one time.
 
     Attributes:
-        at: seconds, of a clock that only runs forward.
-        values: samples by name, summed over labels. labelled: name -> labels' values, in the order of `_LABELS` ->
-            value.
+        at: seconds of a monotonic clock.
+        values: samples by name, summed over labels. labelled: values by name and by labels, in the order of `_LABELS`.
     """
 
     at: float
@@ -32,12 +31,12 @@ class Reading:
 
     @classmethod
     def nothing(cls) -> Reading:
-        """What every counter had when the server started."""
+        """The counters at the server's start."""
         return cls(0.0, {}, {})
 
     @classmethod
     def parse(cls, text: str, at: float) -> Reading:
-        """From the text of /metrics; raises ValueError where it is something else."""
+        """Parse the text of /metrics; raises ValueError for other text."""
         values: dict[str, float] = {}
         labelled: dict[str, dict[tuple[str, ...], float]] = {}
         for sample in samples(text):
@@ -63,7 +62,7 @@ _LABELS = {_READ: ("layer", "group"), _MIDDLE: ("layer",), _BLOCKS: ("block",), 
 
 
 def read_server(server: Server) -> Reading:
-    """The counters that a server has now; raises ReadsError."""
+    """The current counters of a server; raises ReadsError."""
     try:
         text = server.get("/metrics")
     except RequestFailed as error:
@@ -95,7 +94,7 @@ def read_server(server: Server) -> Reading:
 
 
 def watch(server: Server, seconds: float, show: Callable[[Picture, float], None]) -> Picture:
-    """Look at a server again and again; raises ReadsError. An interrupt ends it with what there is."""
+    """Read a server's counters repeatedly; raises ReadsError. An interrupt ends it with the readings so far."""
     readings = [read_server(server)]
     end = readings[0].at + seconds
     try:
@@ -119,10 +118,10 @@ def _decoded(readings: list[Reading]) -> bool:
 
 
 def of_readings(readings: list[Reading], url: str, when: str) -> Picture:
-    """The growth from the first reading to the last; raises ReadsError where nothing grew.
+    """The growth from the first reading to the last; raises ReadsError if no token was decoded.
 
     Args:
-        when: what time the readings are of.
+        when: the time that the readings cover, for display.
     """
     first, last = readings[0], readings[-1]
 
@@ -135,7 +134,7 @@ def of_readings(readings: list[Reading], url: str, when: str) -> Picture:
     grown = last.growths(_READ, first)
     layers = sorted({int(layer) for layer, _ in grown})
     groups = sorted({int(group) for _, group in grown})
-    # All groups of a layer have the same middle; a stage of a pipeline has some of the layers.
+    # All groups of a layer have the same middle. A pipeline stage has some of the layers.
     read = np.array([[grown.get((str(layer), str(group)), 0.0) for group in groups] for layer in layers])
     middle = _by_layer(last, first, layers)
     share = ratio(read, middle[:, None] / len(groups))

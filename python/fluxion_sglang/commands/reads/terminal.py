@@ -1,4 +1,4 @@
-"""A picture as a terminal shows it."""
+"""Renders a picture in a terminal."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_POINTS = 40
 _FEWEST_POINTS = 8
 _BESIDE = 20
-"""Columns that a row of the heat map needs beside its cells and points."""
+"""Columns of a row of the heat map without its cells and points."""
 _BAR = 40
 _LEGEND = 24
 _ENDLESS = 10_000
 
 
 def console_of(file: TextIO) -> Console:
-    """What `rendered` is printed on. Where there is no terminal, lines are as long as they need to be."""
+    """The console for `rendered`. Without a terminal, lines have any length."""
     return Console(file=file, highlight=False, width=None if file.isatty() else _ENDLESS)
 
 
@@ -65,7 +65,7 @@ def _heat(picture: Picture, console: Console) -> Iterator[RenderableType]:
     cells = [[write(float(value)) for value in row] for row in values]
     width = max(len(cell) for row in cells for cell in row) + 2
     coloured = console.color_system is not None and not console.no_color
-    # Numbers where they fit, and where there are no colours; else colours alone.
+    # Show numbers if they fit, or if there are no colours; else only colours.
     if coloured and len(picture.columns) * width + _BESIDE + _FEWEST_POINTS > console.width:
         width, cells = 2, [[""] * len(row) for row in cells]
     room = console.width - len(picture.columns) * width - _BESIDE
@@ -124,7 +124,7 @@ def _over_time(picture: Picture) -> Iterator[RenderableType]:
 
 
 def _spark(values: np.ndarray, end: float | None = None) -> str:
-    """A letter a value, from 0 to `end` or the largest; a blank where there is none."""
+    """One character per value, from 0 to `end` or the largest; a blank for NaN."""
     if len(values) < 2:
         return ""
     known = values[np.isfinite(values)]

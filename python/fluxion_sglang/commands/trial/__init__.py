@@ -1,7 +1,7 @@
 """`fluxion try`: a report card for a model, in a terminal and as one HTML page.
 
-`course.py` has the order of the parts; every other module is one of them. `results.py` says what they find,
-`sections.py` puts that in words and tables, `card.py` shows them.
+`course.py` runs the parts in order; the other modules implement them. `results.py` holds the results, `sections.py`
+makes texts and tables of them, `card.py` shows these.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; returns the exit code: 1 where Fluxion does not serve the model, 2 for bad input."""
+    """Run the command; returns the exit code: 1 if Fluxion does not serve the model, 2 for bad input."""
     from fluxion_sglang.commands.trial.command import main
 
     return main(arguments)

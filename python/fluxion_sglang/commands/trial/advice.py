@@ -1,4 +1,4 @@
-"""What to run, from what was found."""
+"""Recommends what to run, from the results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fluxion_sglang.commands.trial.results import FULL, OFF, Advice, Agreement, 
 
 MARGIN: Final = 0.10
 NEAR: Final = 0.01
-"""Most nats (KL) between `full` and a policy that is recommended."""
+"""Largest KL divergence in nats between `full` and a recommended policy."""
 RULE: Final = (
     f"The recommendation is the fastest policy that stays within {NEAR} nats of full (KL, the upper end of its "
     f"interval) at every length, if it takes at least {MARGIN:.0%} less time per token than full, at the longest "
@@ -30,7 +30,7 @@ def advise(results: Results, flags: Sequence[str], config: Mapping[str, Any]) ->
         gain = _gain(results, policy)
         if policy != FULL and gain >= max(MARGIN, faster) and _near(results, policy):
             best, faster = policy, gain
-    # The flag alone means fluxion where a predictor lies in the model's folder. Every other policy is named.
+    # The bare flag means fluxion if the model's folder has a predictor. Every other policy is named.
     named = {} if best == "fluxion" and "predictor" not in config and results.model.predictor else {"policy": best}
     command = launch_command(results.model.name, USUAL_PORT, *flags, fluxion={**config, **named})
     return Advice(best, shell(command), _reason(results, best, faster), _notes(results, best))
@@ -51,7 +51,7 @@ def _largest(results: Results) -> tuple[int, int] | None:
 
 
 def _gain(results: Results, policy: str) -> float:
-    """Share of the time per token of `full` that a policy saves."""
+    """Share of `full`'s time per token that a policy saves."""
     place = _largest(results)
     full, mine = (results.ms(*place, name) if place else None for name in (FULL, policy))
     return 1 - mine / full if full and mine else 0.0

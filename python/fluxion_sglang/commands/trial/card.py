@@ -1,4 +1,4 @@
-"""The report card: in a terminal, and as one HTML page, which needs no other file."""
+"""The report card: in a terminal, and as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fluxion_sglang.commands.trial.sections import Table, made, sections
 
 
 def render(results: Results, drawn: bool = True) -> str:
-    """The page; with or without pictures, which take a second to draw."""
+    """The page. drawn: with pictures, which take a second to draw."""
     loader = PackageLoader("fluxion_sglang.commands.trial", ".")
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -32,7 +32,7 @@ def render(results: Results, drawn: bool = True) -> str:
 
 
 def show(results: Results, console: Console) -> None:
-    """Print every section; the recommendation comes last, where the eye is."""
+    """Print every section. The recommendation comes last, so that it is visible at the end."""
     for section in sorted(sections(results), key=lambda section: bool(section.command)):
         shown: list[RenderableType] = [Text(sentence) for sentence in section.lead]
         if section.table is not None:
@@ -44,7 +44,7 @@ def show(results: Results, console: Console) -> None:
         for part in shown:
             console.print(Padding(part, (0, 0, 0, 2)))
         if section.command:
-            # As it is, whatever the width: a line that was wrapped could not be pasted.
+            # Not wrapped at any width, because it will be pasted.
             console.print(f"\n{section.command}\n", markup=False, highlight=False, soft_wrap=True, style="bold")
 
 

@@ -1,4 +1,4 @@
-"""The command: its arguments, the files that it writes, its exit code."""
+"""The command: its arguments, its output files, its exit code."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def main(arguments: argparse.Namespace, starts: Callable[..., Any] = running_server) -> int:
-    """Run a trial; returns the exit code: 0 with a whole report, 1 where the model is refused or the trial ended
-    early, 2 for bad input.
+    """Run a trial; returns the exit code: 0 with a complete report, 1 if the model is refused or the trial ended early,
+    2 for bad input.
 
     Args:
-        starts: what starts a server.
+        starts: starts a server.
     """
     console = Console(highlight=False)
     try:
@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace, starts: Callable[..., Any] = running_ser
         )
 
         def save(found: Results, last: bool) -> None:
-            # Whole files or none, so that an interruption leaves the last whole ones.
+            # Atomic, so that an interruption leaves the last complete files.
             partial = out.with_name(out.name + ".partial")
             partial.write_text(card.render(found, drawn=last), encoding="utf-8")
             partial.replace(out)
@@ -100,7 +100,7 @@ def _request(arguments: argparse.Namespace) -> Request:
 
 
 def _check_writable(file: Path) -> None:
-    """Before ten minutes are spent."""
+    """Check before ten minutes are spent."""
     try:
         file.open("a").close()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The order of a trial: fit, the server with the flag, the server without it, advice. Results grow part by part."""
+"""Runs the parts of a trial: fit, the server with the flag and without it, advice. Each part adds to the results."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from fluxion_sglang.policy import check_spec
 from fluxion_sglang.scoring.kl import Distribution, tokens_compared
 
 SPARSE: Final = "sketch"
-"""What is tried where no predictor fits."""
+"""The sparse policy to try if no predictor fits."""
 
 _PROBES = (1024, 2048)
-_SLOW_PROBE_S = 20.0  # where the first probe takes longer, it is the only one
+_SLOW_PROBE_S = 20.0  # after a slower first probe there is no second
 _SLACK = 1024  # tokens of the pool for the answers after a document
 _STOP_S = 5.0
-_LEAST_SHARE = 0.4  # of the time, for measuring
-_OFF_PATIENCE = 1.5  # how far the part without the flag may run past the time
+_LEAST_SHARE = 0.4  # of the time, for measurements
+_OFF_PATIENCE = 1.5  # factor by which the part without the flag may exceed the time
 
 _MODEL = "both servers serve the MODEL of `fluxion try MODEL`; name it there"
 _KEY = "both servers listen on this machine alone and need no key; leave it out"
@@ -63,16 +63,16 @@ _OURS: Final = {
     "--admin-api-key": _KEY,
     "--dtype": "the trial sizes its pool by it; give it to `fluxion try` itself",
 }
-"""Options of a server that the trial sets: why, and what to do instead of giving them in `--server-args`."""
+"""Options of a server that the trial sets, with the reason and what to do instead of `--server-args`."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks for.
+    """A user's request.
 
     Attributes:
-        lengths, policies: [] leaves them to the trial.
-        flags: more words for both servers.
+        lengths, policies: []: the trial chooses.
+        flags: further options for both servers.
         config: options of `--fluxion-config`.
     """
 
@@ -96,7 +96,7 @@ class Request:
 
 
 Save = Callable[[Results, bool], None]
-"""Called after every part; the flag says whether it was the last one."""
+"""Called after every part; the flag marks the last one."""
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Course:
     """One trial.
 
     Attributes:
-        starts: what starts a server, as `serving.running_server` does.
+        starts: starts a server, like `serving.running_server`.
     """
 
     request: Request
@@ -116,10 +116,10 @@ class Course:
     full_tokens: dict[int, list[list[int]]] = field(default_factory=dict)
     """Greedy tokens of policy `full`, by length."""
     fits: dict[bool, Fit | None] = field(default_factory=dict)
-    """What the machine holds, with sketches of keys and without."""
+    """Capacity of the machine, with and without sketches of keys."""
 
     def run(self) -> None:
-        """All parts.
+        """Run all parts.
 
         Raises:
             TrialError: the lengths do not fit the model or the machine.
@@ -129,7 +129,7 @@ class Course:
             self._with_the_flag()
             self._without()
         except ServerError as error:
-            # Only the first server says whether the model is served.
+            # Only the first server shows whether the model is served.
             self.results.refusal = error.refusal if self.results.plan is None else ""
             self.results.stopped = "" if self.results.refusal else str(error)
         except RequestRefused as error:
@@ -146,7 +146,7 @@ class Course:
         self.results.seconds = round(self.clock.elapsed, 1)
         self.save(self.results, last)
 
-    # Parts.
+    # --- parts ---
 
     def _fit(self) -> None:
         busy, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
@@ -164,15 +164,15 @@ class Course:
 
     @property
     def _tried(self) -> Sequence[str]:
-        """Policies that may be tried. Which are legal is known once a server runs, so it has what all of them need."""
+        """Policies that may be tried. The first server must support all of them, because it tells which are legal."""
         return self.request.policies or [SPARSE]
 
     def _sketched(self, policies: Sequence[str]) -> bool:
-        """Whether a server keeps sketches of keys: as the options say, or where one of these policies needs them."""
+        """Whether a server keeps sketches of keys: by the options, or because one of these policies needs them."""
         if isinstance(said := self.request.config.get("sketches"), bool):
             return said
         for spec in policies:
-            with suppress(ValueError):  # the server will say what is wrong with it
+            with suppress(ValueError):  # the server will report the error
                 if (policy := check_spec(spec)) is not None and policy.sketches:
                     return True
         return False
@@ -186,7 +186,7 @@ class Course:
             start = self.clock.elapsed - began
             self._warm_up(server, FULL)
             chosen = self.results.plan = self._plan(server, start)
-            self.results.fit = self.fits[self._sketched(chosen.policies)]  # of a server with what was tried
+            self.results.fit = self.fits[self._sketched(chosen.policies)]  # of a server with the tried policies
             self._part_done()
             effort = chosen.effort
             rounds = effort.rounds * len(effort.batches) + 1
@@ -218,13 +218,13 @@ class Course:
                         self.results.same += runs.compare(server, length, prompts, tokens, self.full_tokens[length])
                         self._part_done()
         except ServerError as error:
-            # What SGLang cannot do without the flag is no fault of the trial.
+            # SGLang's limits without the flag are no error of the trial.
             self.results.notes.append(f"The part without the flag ended early. {error}")
 
-    # What parts are made of.
+    # --- steps of a part ---
 
     def _plan(self, server: Server, start: float) -> Plan:
-        """Which policies are legal, how fast the machine is, and what fits into the time."""
+        """Find the legal policies, the machine's speed, and the lengths that fit into the time."""
         refused: dict[str, str] = {}
 
         def legal(wanted: Sequence[str]) -> list[str]:
@@ -248,7 +248,7 @@ class Course:
                 or f"A trial needs prompts of {_PROBES[0]:,} tokens, and this model on this machine holds {longest:,}."
             )
         curve = pace.through(probes, step)
-        # The server without the flag takes about as long to start. Slow starts must not leave nothing to measure.
+        # The server without the flag takes about as long to start. Even after slow starts something must be measured.
         seconds = max(self.clock.left - start - _STOP_S, _LEAST_SHARE * self.clock.limit)
         asked = sorted({min(length, longest) for length in self.request.lengths})
         if any(length > longest for length in self.request.lengths):
@@ -268,7 +268,7 @@ class Course:
         steps: int,
         bar: tqdm[Any],
     ) -> list[list[int]]:
-        """Measure prefill, decode steps and reads of a length; the tokens of the first policy in the largest batch."""
+        """Measure prefill, decode steps and reads of a length. Returns the first policy's tokens, largest batch."""
         chosen = self.results.plan
         assert chosen is not None
         effort = chosen.effort
@@ -277,7 +277,7 @@ class Course:
         reads: dict[str, runs.Counters] = defaultdict(runs.Counters)
         tokens: list[list[int]] = []
         for _ in range(effort.rounds):
-            for policy in policies:  # in turns, so that the machine's moods are shared
+            for policy in policies:  # in turns, so that drifts of the machine affect all policies
                 for batch in effort.batches:
                     bar.set_postfix_str(f"{length:,} tokens, {policy}, batch {batch}")
                     counted = batch == 1 and policy != OFF
@@ -300,7 +300,7 @@ class Course:
         return tokens
 
     def _agree(self, server: Server, length: int, documents: list[Passage], bar: tqdm[Any]) -> None:
-        """Force the same tokens under every policy: those of the text, or those that `full` answered."""
+        """Force the same tokens under every policy: those of the text, or the answer of `full`."""
         chosen = self.results.plan
         assert chosen is not None
         self.results.text = self.passages.what
@@ -309,7 +309,7 @@ class Course:
             for each, said in zip(documents, self.full_tokens[length], strict=True)
         ]
         full: list[list[Distribution]] = []
-        for policy in chosen.policies:  # full is the first
+        for policy in chosen.policies:  # `full` is the first
             bar.set_postfix_str(f"{length:,} tokens, {policy}, forced tokens")
             found = runs.forced(server, told, policy, tokens_compared(self.request.model.vocabulary))
             full = full or found
@@ -317,7 +317,7 @@ class Course:
             bar.update()
 
     def _refused(self, server: Server, policy: str) -> str:
-        """Why the server does not take a policy; "" where it does."""
+        """Why the server refuses a policy; "" if it does not."""
         try:
             self._warm_up(server, policy)
         except RequestRefused as error:
@@ -328,23 +328,23 @@ class Course:
         runs.decode(server, [self._document(pace.SHORTEST, seed=1).prompt], policy, 8)
 
     def _too_long(self, length: int) -> bool:
-        """Whether a length without the flag would go far past the time; wanted lengths never do."""
+        """Whether a length without the flag would exceed the time by far; False for lengths that the user asked for."""
         mine = [row.seconds * row.runs for row in self.results.prefill if (row.length, row.policy) == (length, FULL)]
         late = self.clock.elapsed + sum(mine) > self.clock.limit * _OFF_PATIENCE
         if late and not self.request.lengths:
             self.results.notes.append(f"{length:,} tokens were not measured without the flag: the time was over.")
         return late and not self.request.lengths
 
-    # Sizes.
+    # --- sizes ---
 
     def _longest(self, documents: int) -> int:
-        """Tokens of the longest prompt and answer, with so many documents in the pool."""
+        """Tokens of the longest prompt and answer, if the pool holds `documents` of them."""
         longest = self.request.model.positions - pace.SPARE
         fit = self.results.fit
         return min(longest, fit.tokens // documents - _SLACK) if fit else longest
 
     def _pool_tokens(self) -> int | None:
-        """The pool holds every document of the longest length that may be measured."""
+        """Size of a pool with every document of the longest length that may be measured; None: the default."""
         wanted = max([*self.request.lengths, self._longest(pace.most_documents())])
         if self.results.fit is None or self.results.fit.problem:
             return None
@@ -364,7 +364,7 @@ class Course:
         except ValueError as error:
             raise TrialError(str(error)) from None
 
-    # Servers.
+    # --- servers ---
 
     def _flags(self) -> list[str]:
         dtype = [] if self.request.dtype == "auto" else ["--dtype", self.request.dtype]
@@ -372,24 +372,24 @@ class Course:
 
     @contextmanager
     def _server(self, what: str, fluxion: dict[str, Any] | None, more: Sequence[str] = ()) -> Iterator[Server]:
-        # A token is forced by what the tokens before it were, which overlapped schedules know late.
+        # Forced tokens depend on the previous tokens, which overlapped schedules know too late.
         flags = [*self._flags(), *MEASURED, "--disable-overlap-schedule", *more]
         port = free_port()
         command = launch_command(self.request.model.name, port, *flags, fluxion=fluxion)
         self.results.servers[what] = shell(command)
-        # Both servers get what the flag sets, so that they differ by the flag alone.
+        # Both servers get the flag's OpenMP settings, so that they differ only in the flag.
         quiet = {} if "OMP_WAIT_POLICY" in os.environ else {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPINS}
         with self.starts(command, port, quiet, f"a server {what}") as server:
             yield server
 
 
 def flags_and_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """`--server-args` without those of ours: the flag and its options, which only one of the servers gets.
+    """`--server-args` without the flag and its options, which only one of the servers gets.
 
-    The size of the host pool is the trial's to choose.
+    The trial chooses the size of the host pool.
 
     Raises:
-        TrialError: the options cannot be read, or one of them is the trial's own.
+        TrialError: the options cannot be read, or the trial sets one of them itself.
     """
     flags: list[str] = []
     config: dict[str, Any] = {}
@@ -406,7 +406,7 @@ def flags_and_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
                     'one such as {"predictor": "/models/llama/fluxion"}.'
                 ) from None
         elif word != "--enable-fluxion":
-            # SGLang takes options that are cut short, and of an option that comes twice the last.
+            # SGLang accepts abbreviated options, and the last of repeated ones.
             for option, reason in _OURS.items():
                 if len(name) > len("--") and option.startswith(name):
                     raise TrialError(f"--server-args has {word!r}, but {reason}.")
@@ -417,7 +417,7 @@ def flags_and_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _prefill(server: Server, length: int, prompts: Sequence[Sequence[int]], policy: str, bar: tqdm[Any]) -> Prefill:
-    """Each prompt alone, none of it in the radix tree; afterwards all of them are."""
+    """Prefill each prompt alone, without cache hits; afterwards all of them are in the radix tree."""
     server.flush()
     seconds = []
     for prompt in prompts:
@@ -436,5 +436,5 @@ def _prompts(documents: Sequence[Passage]) -> list[tuple[int, ...]]:
 
 
 def _bar(count: int) -> tqdm[Any]:
-    # Where there is no terminal, no bar: it would fill the log with copies of itself.
+    # No bar without a terminal, because it would fill the log.
     return tqdm(total=count, desc="Measuring", unit="run", leave=False, disable=None)

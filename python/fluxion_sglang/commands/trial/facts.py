@@ -1,4 +1,4 @@
-"""What a model is, from its files alone; nothing is downloaded but the configuration of one named on the Hub."""
+"""Facts about a model from its files alone; for a name on the Hub, only the configuration is downloaded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def read(name: str, trust: bool = False) -> ModelFacts:
 
     Args:
         name: a folder, a GGUF file, or a name on the Hub.
-        trust: whether code that the model brings may run (`--trust-remote-code`).
+        trust: whether code of the model may run (`--trust-remote-code`).
 
     Raises:
-        TrialError: there is no language model.
+        TrialError: it is no language model.
     """
     try:
         folder = folder_of(name)
@@ -54,11 +54,11 @@ def read(name: str, trust: bool = False) -> ModelFacts:
 
 
 def fit(facts: ModelFacts, dtype: str, on_cpu: bool, int8: bool = False, sketched: bool = False) -> Fit | None:
-    """How many tokens this machine holds; None where the model does not store a key for each KV head.
+    """Number of tokens that this machine holds; None if the model does not store a key for each KV head.
 
     Args:
         dtype: bfloat16 or float32, as served.
-        on_cpu: whether the weights take host memory, too.
+        on_cpu: whether the weights are in host memory, too.
         int8: whether the host pool stores KV in 8 bits.
         sketched: whether it has sketches of keys.
     """
@@ -73,7 +73,7 @@ def fit(facts: ModelFacts, dtype: str, on_cpu: bool, int8: bool = False, sketche
 
     available = int(native.topology()["available_bytes"])
     if on_cpu and facts.weights_bytes is not None:
-        # Files in half the bytes are served in float32 at twice their size.
+        # Weights take twice their file size if 16-bit files are served in float32.
         available -= facts.weights_bytes * _BYTES[dtype] // _BYTES.get(facts.dtype, _BYTES[dtype])
     shape = KVShape(facts.layers, facts.kv_heads, facts.head_dim, getattr(torch, dtype), int8, sketched)
     kv_bytes = facts.layers * shape.token_bytes
@@ -91,7 +91,7 @@ def _config(path: str, name: str, trust: bool) -> Any:
 
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust)
-    except Exception as error:  # whatever transformers makes of a file that is not what it expects
+    except Exception as error:  # transformers raises many types for bad files
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise TrialError(
             f"The configuration of {name} cannot be read: {reason.rstrip('.')}; give the folder of a model, or a name "
@@ -100,11 +100,11 @@ def _config(path: str, name: str, trust: bool) -> Any:
 
 
 def _cached(name: str) -> Path | None:
-    """The folder of a model of the Hub, if it was downloaded before; its configuration alone is no model."""
+    """The folder of a Hub model that was downloaded with its weights, or None."""
     from huggingface_hub import snapshot_download
 
     try:
         folder = Path(snapshot_download(name, local_files_only=True))
-    except Exception:  # whatever it is that is not there
+    except Exception:  # any part may be missing
         return None
     return folder if weights(folder) else None

@@ -1,4 +1,4 @@
-"""Pictures of the page, as SVG in a string; none where matplotlib is not installed."""
+"""Pictures of the page, as SVG in a string; none without matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLOURS = ("#8a8f98", "#1f5fa8", "#c2571a", "#2f7d4f", "#7a4fa3", "#a8323e")
 
 
 def draw(results: Results) -> dict[str, str]:
-    """SVG by the name that `Section.plot` uses."""
+    """SVG by the name in `Section.plot`."""
     if find_spec("matplotlib") is None:
         return {}
     import matplotlib
@@ -21,7 +21,7 @@ def draw(results: Results) -> dict[str, str]:
     batches = sorted({row.batch for row in results.decode})
     times = [[(row.policy, row.length, row.ms) for row in results.decode if row.batch == batch] for batch in batches]
     reads = [(row.policy, row.length, row.bytes_per_token / 2**20) for row in results.reads]
-    # Text stays text: it can be searched, and takes the page's font.
+    # Keep text as text: it can be searched, and uses the page's font.
     settings: Any = {"svg.hashsalt": "fluxion", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
     pictures = {}
     with matplotlib.rc_context(settings):
@@ -36,11 +36,11 @@ def draw(results: Results) -> dict[str, str]:
 def _picture(
     results: Results, panels: list[list[tuple[str, int, float]]], titles: Iterable[str], unit: str, log: bool
 ) -> str:
-    """A line a policy over lengths, in panels side by side.
+    """Plot one line a policy over lengths, in panels side by side.
 
     Args:
         panels: (policy, length, value).
-        log: whether values are on a logarithmic scale, else on one from 0.
+        log: a logarithmic scale; else a linear one from 0.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter

@@ -1,4 +1,4 @@
-"""What fits into the time: lengths, documents and steps, from the measured time of a prefill and of a decode step."""
+"""Chooses lengths, documents and steps that fit into the time, from measured times of prefill and decode steps."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Final
 from fluxion_sglang.commands.trial.results import Effort, TrialError
 
 SHORTEST: Final = 1024
-"""Shorter prompts are sinks and window for the most part, so there is no middle to speak of."""
+"""Shortest prompts. Shorter ones have hardly any middle."""
 
 SPARE: Final = 192
 """Positions of the model that a length leaves free, for the steps of a timed run. SGLang never uses the last two."""
 
-# With how much a trial begins, and how long its longest prompts must get before it does with less.
+# Efforts in falling order, with the length that the longest prompts must reach; else the next effort is tried.
 _EFFORTS: Final = (
     (Effort(documents=4, forced=128, steps=24, rounds=2), 8192),
     (Effort(documents=4, forced=64, steps=16, rounds=1), 2048),
     (Effort(documents=2, forced=64, steps=12, rounds=1), 1024),
     (Effort(documents=1, forced=64, steps=8, rounds=1), 1024),
 )
-# A timed run with the flag takes about this long, if that needs no more steps than these.
+# Target time of a run with the flag, and its most steps.
 _RUN_S, _MOST_STEPS = 0.8, 128
-_SUFFIX = 64  # tokens of a prompt that no cache has, page by page
-_OFF = 4.0  # a decode step without the flag takes about so many of those with it, at a guess
-_LOADED = 1.3  # a step or a prefill of a long prompt takes longer than the probe says
+_SUFFIX = 64  # tokens of a prompt that are no cache hit, because of whole pages
+_OFF = 4.0  # estimated ratio of a decode step without the flag to one with it
+_LOADED = 1.3  # factor by which steps and prefills of long prompts exceed the probe's prediction
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Clock:
 
 
 def through(probes: Sequence[tuple[int, float]], step: float) -> Pace:
-    """The curve through one or two (tokens, seconds of their prefill); both terms are at least 0."""
+    """The curve through one or two probes (tokens, seconds of prefill); both terms are at least 0."""
     (n, t), *rest = probes
     if not rest:
-        # One point says nothing of the square: half of it each at 8 times the length.
+        # One point does not determine the square: assume equal terms at 8 times the length.
         return Pace(t / n, t / n / (8 * n), step)
     ((m, u),) = rest
     square = max((u / m - t / n) / (m - n), 0.0)
@@ -69,7 +69,7 @@ def through(probes: Sequence[tuple[int, float]], step: float) -> Pace:
 
 
 def cost(pace: Pace, lengths: Sequence[int], effort: Effort, policies: int) -> float:
-    """Seconds that measuring takes, with the flag and without."""
+    """Estimated seconds of the measurements, with the flag and without."""
     prefills = sum(2 * effort.documents * pace.prefill(length) for length in lengths)
     runs = effort.rounds * len(effort.batches)
     timed = policies * steps_of(pace, effort) + _OFF * effort.steps
@@ -79,18 +79,18 @@ def cost(pace: Pace, lengths: Sequence[int], effort: Effort, policies: int) -> f
 
 
 def steps_of(pace: Pace, effort: Effort) -> int:
-    """Steps of a timed run with the flag: short ones are many, so that a run is long beside the delays of a client."""
+    """Steps of a timed run with the flag: more of short steps, so that client delays are small compared to the run."""
     return max(effort.steps, min(_MOST_STEPS, int(_RUN_S / pace.step) if pace.step > 0 else _MOST_STEPS))
 
 
 def choose(
     pace: Pace, seconds: float, longest: Callable[[int], int], policies: int, asked: Sequence[int] = ()
 ) -> tuple[list[int], Effort]:
-    """Lengths and effort that take about `seconds`; the least there is, where nothing fits.
+    """Lengths and effort that take about `seconds`; the smallest if nothing fits.
 
     Args:
-        longest: what model and host pool allow, by the number of documents.
-        asked: lengths that the user wants; then only the effort is chosen.
+        longest: longest length for model and host pool, by the number of documents.
+        asked: lengths given by the user; then only the effort is chosen.
     """
     for effort, wanted in _EFFORTS:
         top = longest(effort.documents)
@@ -108,13 +108,13 @@ def choose(
 
 
 def spread(longest: int) -> list[int]:
-    """A length, a quarter and a sixteenth of it."""
+    """A length, and a quarter and a sixteenth of it."""
     rounded = 1 << (longest - 1).bit_length()
     return sorted({longest, *(part for part in (rounded // 4, rounded // 16) if SHORTEST <= part < longest)})
 
 
 def parse_lengths(text: str) -> list[int]:
-    """2k,8192 as numbers; [] of "". Raises TrialError."""
+    """Parse 2k,8192 to numbers; [] for "". Raises TrialError."""
     lengths = set()
     for word in filter(None, (part.strip().lower() for part in text.split(","))):
         digits, factor = (word[:-1], 1024) if word.endswith("k") else (word, 1)

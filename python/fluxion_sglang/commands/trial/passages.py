@@ -1,6 +1,6 @@
 """Passages: prompts of any length in a model's own tokens, and the tokens that follow in the text.
 
-Real text by default: the reference of the Python language, which every Python carries. Passages of one length begin at
+The default text is the reference of the Python language, which every Python contains. Passages of one length begin at
 different places, so none is a prefix of another.
 """
 
@@ -21,12 +21,12 @@ from fluxion_sglang.scoring.model_files import public
 
 _KEYS: Final = 8
 _LEAST: Final = 1000
-"""Tokens of a text below which passages would repeat it many times."""
+"""Fewest tokens of a text; passages of shorter texts would repeat it many times."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A prompt, and what follows it in the text; () where the model's own answer is to follow."""
+    """A prompt, and the tokens that follow it in the text; () if the model's own answer follows."""
 
     prompt: tuple[int, ...]
     following: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Passages(ABC):
 
     @abstractmethod
     def passage(self, length: int, forced: int, seed: int) -> Passage:
-        """A prompt of `length` less `forced` tokens, and what follows it.
+        """A prompt of `length` - `forced` tokens, and the tokens that follow it.
 
         Raises:
             ValueError: one sentence: the length is too short.
@@ -49,7 +49,7 @@ class Passages(ABC):
 
 
 class Symbolic(Passages):
-    """For the bundled model: documents with facts, and a question for one of them."""
+    """For the bundled model: documents with facts, and a question about one of them."""
 
     what = (
         "A document has 8 keys with a value each, in the language of the bundled model, and a question for one. The "
@@ -61,10 +61,10 @@ class Symbolic(Passages):
 
 
 class Text(Passages):
-    """For models that read text. A passage longer than the text begins it again.
+    """For models that read text. The text is repeated for longer passages.
 
     Args:
-        name: the text in the report.
+        name: the text's name in the report.
     """
 
     def __init__(self, codec: Codec, text: str, name: str) -> None:

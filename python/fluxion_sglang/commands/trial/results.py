@@ -1,4 +1,4 @@
-"""What a trial finds, as plain values that JSON can hold."""
+"""Results of a trial, as plain values for JSON."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any, Final
 
 FULL: Final = "full"
 OFF: Final = "off"
-"""SGLang without the flag, where a row names a policy."""
+"""Stands for SGLang without the flag in place of a policy."""
 
 
 class TrialError(Exception):
-    """Bad input; the message is one sentence."""
+    """Bad input. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model's files say of it.
+    """Facts from a model's files.
 
     Attributes:
         name: as the user gave it.
-        folder: where its files are; None: not on this machine.
+        folder: its folder; None: not on this machine.
         dtype: of its configuration.
-        head_dim: elements of a key; None where keys are not stored by head.
-        positions: longest context it was made for.
-        weights_bytes: of the files; None where they are not on this machine.
+        head_dim: elements of a key; None if keys are not stored by head.
+        positions: longest context according to the configuration.
+        weights_bytes: of the files; None if they are not on this machine.
         predictor: whether its folder has one.
     """
 
@@ -47,14 +47,14 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Fit:
-    """How much KV this machine holds.
+    """Capacity of this machine for KV.
 
     Attributes:
-        available_bytes: host memory left, without the weights where the CPU is the device.
+        available_bytes: available host memory, minus the weights if the CPU is the device.
         kv_bytes: KV of a token, all layers.
-        pool_bytes: what a token takes in the host pool: KV, metadata and moments.
-        tokens: of the pool that the flag makes by default.
-        most_tokens: of the largest pool that `host_tokens` may name.
+        pool_bytes: bytes of a token in the host pool: KV, metadata and moments.
+        tokens: of the flag's default pool.
+        most_tokens: of the largest pool that `host_tokens` may ask for.
         context: longest context of one request with the default pool.
         problem: why nothing fits; else empty.
     """
@@ -70,7 +70,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured at a length.
+    """Amount of measurement at a length.
 
     Attributes:
         documents: prompts of a length; the largest batch has all of them.
@@ -91,14 +91,14 @@ class Effort:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a trial measures.
+    """The measurements of a trial.
 
     Attributes:
         lengths: tokens of prompt and answer together.
         policies: the legal ones, `full` first.
-        refused: policies that this model or server does not take, with the reason.
+        refused: policies that this model or server refuses, with the reason.
         steps: decode steps of a timed run with the flag.
-        seconds: estimate for what comes after the plan.
+        seconds: estimated time after the plan.
     """
 
     lengths: list[int]
@@ -111,7 +111,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Time to the first token of prompts that no cache had; `policy` is `full` or `off`."""
+    """Time to the first token of prompts without cache hits; `policy` is `full` or `off`."""
 
     length: int
     policy: str
@@ -121,7 +121,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """Median time between two tokens of one request; `runs` were timed, and `steps` decoded in each."""
+    """Median time between two tokens of one request, over `runs` timed runs of `steps` decode steps."""
 
     length: int
     batch: int
@@ -133,10 +133,10 @@ class Decode:
 
 @dataclass(frozen=True)
 class Reads:
-    """What decode steps read of the middle.
+    """Reads of the middle in decode steps.
 
     Attributes:
-        share: tokens that a head read of those it could have read.
+        share: tokens that a head read, over those that it could have read.
         bytes_per_token: K, V and metadata read for one token of one request.
     """
 
@@ -148,10 +148,10 @@ class Reads:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How near the next-token distributions of a policy are to those of `full`, at forced tokens.
+    """Divergence of a policy's next-token distributions from those of `full`, at forced tokens.
 
     Attributes:
-        steps: that were compared.
+        steps: compared steps.
         kl: KL(full || policy) in nats, the mean over the steps.
         low, high: its 95% interval.
         same: share of steps with the same most probable token.
@@ -171,8 +171,8 @@ class Same:
     """Greedy tokens of one prompt with policy `full` and without the flag.
 
     Attributes:
-        agree: tokens before the first difference; `tokens` where there is none.
-        gap: how far apart, in nats, SGLang's two most probable tokens are at the first difference.
+        agree: tokens before the first difference; `tokens` if there is none.
+        gap: difference in nats of SGLang's two most probable tokens at the first difference.
     """
 
     length: int
@@ -183,13 +183,13 @@ class Same:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to run.
+    """The recommendation.
 
     Attributes:
-        policy: the one that is recommended.
+        policy: the recommended one.
         command: ready to paste.
         reason: one sentence of numbers.
-        notes: what else to know or do.
+        notes: further remarks and advice.
     """
 
     policy: str
@@ -200,17 +200,17 @@ class Advice:
 
 @dataclass
 class Results:
-    """Everything that a trial found so far.
+    """The results of a trial so far.
 
     Attributes:
         header: date, machine, versions.
         command: the command line of the trial.
-        dtype: that the model is served in.
-        servers: command lines of the servers, by what they are.
+        dtype: served dtype of the model.
+        servers: command lines of the servers, by description.
         refusal: why Fluxion does not serve the model; else empty.
         stopped: why the trial ended early; else empty.
         notes: what was left out, and why.
-        text: what the prompts are.
+        text: description of the prompts.
     """
 
     header: dict[str, Any]
@@ -236,11 +236,11 @@ class Results:
         return {**self.header, **{k: v for k, v in dataclasses.asdict(self).items() if k != "header"}}
 
     def lengths(self) -> list[int]:
-        """Those with a measurement."""
+        """Lengths with a measurement."""
         return sorted({length for rows in (self.decode, self.prefill, self.agreement) for length in _lengths(rows)})
 
     def policies(self) -> list[str]:
-        """Those that were tried, `full` first, without `off`."""
+        """The tried policies, `full` first, without `off`."""
         return self.plan.policies if self.plan else []
 
     def ms(self, length: int, batch: int, policy: str) -> float | None:
@@ -248,7 +248,7 @@ class Results:
         return found[0] if found else None
 
     def agreements(self, policy: str) -> list[Agreement]:
-        """One a length."""
+        """The policy's agreements, one per length."""
         return [row for row in self.agreement if row.policy == policy]
 
 
@@ -257,6 +257,6 @@ def _lengths(rows: Iterable[Any]) -> set[int]:
 
 
 def by_length(rows: Iterable[Any]) -> dict[int, list[Any]]:
-    """Rows of the same length together, the shortest first."""
+    """Group rows by length, in rising order."""
     ordered = sorted(rows, key=lambda row: row.length)
     return {length: list(mine) for length, mine in itertools.groupby(ordered, key=lambda row: row.length)}

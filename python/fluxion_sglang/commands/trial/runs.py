@@ -1,6 +1,6 @@
-"""One run: prompts that decode together on a server, what they took and read, and how near two runs are.
+"""Single runs: prompts that decode together on a server, their times and reads, and comparisons of runs.
 
-Times are a client's: the arrivals of streamed tokens. Prompts of a timed decode run are in the radix tree, so that all
+Times are a client's: the arrivals of streamed tokens. Prompts of a timed decode run are cache hits, so that all
 requests of a batch begin at once.
 """
 
@@ -21,7 +21,7 @@ from fluxion_sglang.scoring import kl
 from fluxion_sglang.scoring.forced import NOTES, serialized
 
 _BLOCK, _RESAMPLES = 16, 1000
-"""Neighbouring steps are alike, so the interval resamples blocks of _BLOCK steps, _RESAMPLES times."""
+"""Adjacent steps are correlated, so the interval resamples blocks of _BLOCK steps, _RESAMPLES times."""
 
 
 class Counters:
@@ -31,7 +31,7 @@ class Counters:
         self._grown: dict[str, float] = {}
 
     def add(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """Add a run's: `Server.settled` before it and after it."""
+        """Add the growth of a run, given `Server.settled` before and after it."""
         for name, value in after.items():
             self._grown[name] = self._grown.get(name, 0.0) + value - before.get(name, 0.0)
 
@@ -40,12 +40,12 @@ class Counters:
 
     @property
     def share(self) -> float:
-        """Of the middle that heads read; 0 where there was no middle."""
+        """Share of the middle that heads read; 0 without a middle."""
         middle = self._total("middle_tokens")
         return self._total("read_tokens") / middle if middle else 0.0
 
     def bytes_per_token(self, layers: int) -> float:
-        """Bytes that a decode step of one request read, on one rank; runs of a single request only."""
+        """Bytes that a decode step of one request read, on one rank; valid for runs of a single request."""
         steps = self._total("layers") / layers
         return (self._total("tile_bytes") + self._total("metadata_bytes")) / steps if steps else 0.0
 
@@ -55,8 +55,8 @@ class Run:
     """One batch.
 
     Attributes:
-        first: seconds to the first token of the request that had it last.
-        steps: seconds a token, over spans of half a run, of all requests, from when every request had its first.
+        first: seconds until every request has its first token.
+        steps: seconds per token after that, over spans of half a run, of all requests.
         tokens: the outputs, in the order of the prompts.
     """
 
@@ -66,14 +66,14 @@ class Run:
 
 
 def decode(server: Server, prompts: Sequence[Sequence[int]], policy: str, new: int) -> Run:
-    """Greedy continuations of prompts that are sent together.
+    """Decode greedy continuations of prompts that are sent together.
 
     Args:
         policy: a spec; `off` on a server without the flag.
         new: tokens of each.
 
     Raises:
-        RequestRefused, RequestFailed: as of `Server.stream`.
+        RequestRefused, RequestFailed: as for `Server.stream`.
     """
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
     if policy != OFF:
@@ -90,9 +90,9 @@ def decode(server: Server, prompts: Sequence[Sequence[int]], policy: str, new: i
 
 
 def forced(server: Server, passages: Sequence[Passage], policy: str, top: int) -> list[list[kl.Distribution]]:
-    """The next-token distributions at the decode steps of passages whose following tokens are forced, together.
+    """The next-token distributions at the decode steps of passages, whose following tokens are forced, in one batch.
 
-    The first token comes from the prefill, which is exact under every policy: it is left out.
+    The first token comes from the prefill, which is exact under every policy, and is left out.
 
     Args:
         top: tokens that a distribution lists.
@@ -125,7 +125,7 @@ def forced(server: Server, passages: Sequence[Passage], policy: str, top: int) -
 def agreement(
     length: int, policy: str, full: list[list[kl.Distribution]], other: list[list[kl.Distribution]]
 ) -> Agreement:
-    """Compare what `forced` found under `full` and under another policy."""
+    """Compare the results of `forced` under `full` and under another policy."""
     pairs = [list(zip(*both, strict=True)) for both in zip(full, other, strict=True)]
     found = [np.array([kl.divergence(one, two) for one, two in steps]) for steps in pairs]
     same = [one.likeliest == two.likeliest for steps in pairs for one, two in steps]
@@ -141,9 +141,9 @@ def median_ms(seconds: Sequence[float]) -> float:
 
 
 def _paces(arrivals: Sequence[tuple[float, int]], start: float) -> list[float]:
-    """Seconds a token, over every span of half the tokens.
+    """Seconds per token, over every span of half the tokens.
 
-    Single tokens may arrive in bunches, where somebody between the engine and this client waits for a core.
+    Single tokens may arrive in bunches, if a process between the engine and this client waits for a core.
 
     Args:
         arrivals: (seconds, tokens so far) of one request.
@@ -161,10 +161,10 @@ def _paces(arrivals: Sequence[tuple[float, int]], start: float) -> list[float]:
 def compare(
     server: Server, length: int, prompts: Sequence[Sequence[int]], off: list[list[int]], full: list[list[int]]
 ) -> list[Same]:
-    """Greedy tokens of policy `full` beside those of SGLang without the flag: one row a prompt.
+    """Compare greedy tokens of policy `full` with those of SGLang without the flag, one row per prompt.
 
     Args:
-        server: without the flag; it is asked what it thought of where two outputs part.
+        server: without the flag; it gives the probabilities where two outputs diverge.
         off, full: outputs of the prompts.
     """
     rows = []
@@ -177,7 +177,7 @@ def compare(
 
 
 def _gap(server: Server, prompt: list[int]) -> float:
-    """Nats between the two most probable next tokens."""
+    """Difference of the two most probable next tokens in nats."""
     reply = server.generate(
         {"temperature": 0, "max_new_tokens": 1}, input_ids=prompt, return_logprob=True, top_logprobs_num=2
     )

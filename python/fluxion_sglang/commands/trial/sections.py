@@ -1,4 +1,4 @@
-"""Results in words and tables: one description, which a terminal and a page show."""
+"""Texts and tables of the results, for both the terminal and the page."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Section:
     """A part of the report.
 
     Attributes:
-        lead: what came out, in sentences.
+        lead: the results in sentences.
         how: how it was measured.
         command: a line to paste.
-        plot: name of the picture that belongs to it.
+        plot: name of its picture.
     """
 
     title: str
@@ -42,7 +42,7 @@ class Section:
 
 
 def sections(results: Results) -> list[Section]:
-    """Those parts of the report that there is something to say of, the recommendation first."""
+    """The non-empty parts of the report, the recommendation first."""
     parts = (_refusal, _stopped, _recommendation, _model, _same, _speed, _prefill, _agreement, _reads, _notes)
     return [section for part in parts if (section := part(results)) is not None]
 
@@ -153,7 +153,7 @@ def _speed(results: Results) -> Section | None:
         "Time per output token (ms)",
         table=Table(("length", "batch", *policies, *(f"{a} / {b}" for a, b in pairs)), rows, left=0),
         how=f"{_count(runs, 'run')} of {steps} or more streamed tokens a policy and batch, as a client on this machine "
-        "sees them: the median over all spans of half a run. A batch is so many prompts that decode together. Policies "
+        "sees them: the median over all spans of half a run. A batch of N is N prompts that decode together. Policies "
         "take turns on one server; off is a second one.",
         plot="speed",
     )
@@ -226,7 +226,7 @@ def _notes(results: Results) -> Section | None:
 
 
 def made(results: Results) -> list[tuple[str, str]]:
-    """How the report came to be: names and texts."""
+    """Provenance of the report: names and texts."""
     machine, versions = results.header.get("machine", {}), results.header.get("versions", {})
     flags = ", ".join(machine.get("flags", []))
     return [

@@ -1,4 +1,4 @@
-"""A request that can never be admitted ends, and those behind it go on."""
+"""Ends a request that can never be admitted, so that those behind it continue."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fluxion_sglang.sglang.containment.ending import answer, reason
 from fluxion_sglang.sglang.containment.suspects import suspects
 
 PATIENCE_S, LOOKS = 0.05, 3
-"""SGLang has looked at the queue so often, for so long, and nothing ran: nothing will change."""
+"""Seconds and looks at the queue without a running request, after which its first request counts as stuck."""
 
 LOOKS_OF_RANKS = 60
-"""The same for several ranks, whose clocks differ. They look equally often."""
+"""Looks for several ranks. Their clocks differ, but they look equally often."""
 
 
 class _Watch:
-    """For how long the first request of the queue has not been admitted while nothing ran."""
+    """Tracks how long the first request of the queue is not admitted although nothing runs."""
 
     def __init__(self) -> None:
         self._seen, self._looks, self._since = ("", 0), 0, 0.0
@@ -38,7 +38,7 @@ _watch = _Watch()
 
 
 def on_idle(original: Callable[..., None], scheduler: Any) -> None:
-    """AROUND Scheduler.on_idle: called in every turn of the loop in which nothing runs."""
+    """AROUND Scheduler.on_idle: called in every iteration of the loop in which nothing runs."""
     from sglang.srt.runtime_context import get_disagg, get_parallel
 
     original(scheduler)
@@ -46,17 +46,17 @@ def on_idle(original: Callable[..., None], scheduler: Any) -> None:
         return
     trial, request = suspects.on_trial, scheduler.waiting_queue[0]
     if trial is not None and trial not in scheduler.waiting_queue:
-        suspects.end_trial()  # it waits elsewhere, and the others need not
+        suspects.end_trial()  # it waits elsewhere, so the others may continue
     elif _watch.stuck(request, scheduler.forward_ct, get_parallel().launch_world_size):
         _end(scheduler, request)
 
 
 def _busy(scheduler: Any) -> bool:
-    """Whether requests may wait for something else than room."""
+    """Whether requests may be waiting for something other than room."""
     linker = scheduler.tree_cache.linker
     return bool(
-        (linker is not None and linker.pending_offloads)  # pages that are being written to files
-        or scheduler.enable_lora_overlap_loading  # adapters that are being copied
+        (linker is not None and linker.pending_offloads)  # pages are being written to files
+        or scheduler.enable_lora_overlap_loading  # adapters are being copied
         or not scheduler.running_batch.is_empty()
         or scheduler.chunked_req is not None
         or scheduler._engine_paused

@@ -1,5 +1,4 @@
-"""Messages that come to the scheduler, one at a time: one that cannot be taken in is answered, and the others
-are processed."""
+"""Processes messages to the scheduler one at a time: a message that fails is answered, and the others continue."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from fluxion_sglang.sglang.containment.ending import answer, reason, said
 logger = logging.getLogger(__name__)
 
 LONGEST_SLEEP_S = 60.0
-"""What an operator may have every pass sleep (SGLang's `/slow_down`)."""
+"""Longest sleep per pass that an operator may set (SGLang's `/slow_down`)."""
 
 
 class NotTakenIn(Exception):
-    """A message that could not be taken in by one of several ranks: they must agree before it is answered."""
+    """One of several ranks could not process a message. All ranks must agree before it is answered."""
 
     def __init__(self, message: Any) -> None:
         super().__init__()
@@ -32,9 +31,9 @@ def process_input_requests(original: Callable[..., None], scheduler: Any, recv_r
     """AROUND Scheduler.process_input_requests.
 
     Raises:
-        NotTakenIn: for `loop.py`; messages behind it come again.
+        NotTakenIn: for `loop.py`; the messages behind it are deferred.
     """
-    if not recv_reqs:  # what it does besides is due in any case
+    if not recv_reqs:  # its other work is still due
         original(scheduler, recv_reqs)
         return
     messages = list(_single(recv_reqs))
@@ -46,7 +45,7 @@ def process_input_requests(original: Callable[..., None], scheduler: Any, recv_r
             from sglang.srt.runtime_context import get_parallel
 
             rest = messages[done:]
-            if frames.went_through(error, *_AFTERWARDS):  # the message itself is taken in
+            if frames.went_through(error, *_AFTERWARDS):  # the message itself is already processed
                 scheduler._deferred_input_requests[:0] = rest
                 raise
             if get_parallel().launch_world_size > 1:
@@ -56,11 +55,11 @@ def process_input_requests(original: Callable[..., None], scheduler: Any, recv_r
 
 
 _AFTERWARDS = ("check_pending", "check_pending_load")
-"""What SGLang looks after when it has taken all messages in."""
+"""Functions that SGLang calls after all messages are processed."""
 
 
 def _single(messages: Sequence[Any]) -> Iterator[Any]:
-    """SGLang takes the requests of a batch in one by one; a failure of one must not lose those behind it."""
+    """Split batches: SGLang processes their requests one by one, and a failure of one must not lose the later ones."""
     from sglang.srt.managers.io_struct import AbortReq, BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
     from sglang.srt.managers.utils import is_health_check_generate_req
 
@@ -69,12 +68,12 @@ def _single(messages: Sequence[Any]) -> Iterator[Any]:
             yield from message
             continue
         if not isinstance(message, TokenizedGenerateReqInput | AbortReq) and is_health_check_generate_req(message):
-            message.rid = None  # SGLang would drop a control message of that name
+            message.rid = None  # otherwise SGLang drops a control message with this name
         yield message
 
 
 def _check(message: Any) -> None:
-    """Raises ValueError for an operator's message that would stop the loop."""
+    """Raise ValueError for an operator's message that would stop the loop."""
     from sglang.srt.managers.io_struct import SlowDownReqInput
 
     if isinstance(message, SlowDownReqInput) and message.forward_sleep_time is not None:
@@ -84,7 +83,7 @@ def _check(message: Any) -> None:
 
 
 def refuse(scheduler: Any, message: Any, error: BaseException) -> None:
-    """Tell the sender of a message that it was not taken in."""
+    """Tell the sender of a message that it was not processed."""
     from sglang.srt.managers.io_struct import AbortReq, TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
 
     logger.error("Fluxion: a message to the scheduler cannot be taken in; its sender is told", exc_info=error)
@@ -104,7 +103,7 @@ def refuse(scheduler: Any, message: Any, error: BaseException) -> None:
 
 
 def _failed(name: str, error: BaseException) -> Any | None:
-    """The answer to a control request that failed, of SGLang's type for it; None where SGLang sends none."""
+    """The answer to a failed control request, of SGLang's matching type; None if SGLang sends none."""
     from sglang.srt.managers import io_struct
 
     for ending in ("ReqInput", "Req", "Input"):
@@ -116,7 +115,7 @@ def _failed(name: str, error: BaseException) -> Any | None:
 
 
 def _filled(kind: type[Any], sentence: str) -> Any:
-    """A message of this type that says no wherever it can."""
+    """A message of this type that reports failure in every field that can."""
     values: dict[str, Any] = {}
     for field in msgspec.structs.fields(kind):
         if field.name == "success":
@@ -129,10 +128,10 @@ def _filled(kind: type[Any], sentence: str) -> Any:
 
 
 def abort_request(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:
-    """AROUND Scheduler.abort_request: a request that is there under its whole name is the only one that ends.
+    """AROUND Scheduler.abort_request: if a request has exactly this rid, only that one ends.
 
-    SGLang ends every request whose rid begins with the one that is to end. A client that names its request "a" and
-    hangs up would end a sixteenth of all others.
+    SGLang ends every request whose rid begins with the given one. A client that names its request "a" and disconnects
+    would otherwise end a sixteenth of all others.
     """
     requests = ledger.unanswered()
     if recv_req.abort_all or not any(request.rid == recv_req.rid for request in requests):

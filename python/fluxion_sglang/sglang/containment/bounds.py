@@ -1,4 +1,4 @@
-"""What a request may say, beyond what SGLang checks itself: one line a field."""
+"""Bounds of request fields beyond SGLang's own checks: one entry a field."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 TOP_LOGPROBS = 1000
-"""Alternatives of a position that a request may ask for. Sorting and sending them holds up every other request."""
+"""Most alternatives per position. Sorting and sending them delays every other request."""
 
 LOGPROBS = 1_000_000
-"""Log probabilities of prompt tokens that a request may ask for, over all positions. They take about a second, in which
-every other request waits."""
+"""Most log probabilities of prompt tokens, over all positions. They take about a second, during which every other
+request waits."""
 
 SAMPLES = 128
-"""Answers to one prompt (`n`)."""
+"""Most answers to one prompt (`n`)."""
 
 ANSWERS = 4096
-"""Answers to all prompts of a request with `n` above 1."""
+"""Most answers to all prompts of a request with `n` above 1."""
 
 GRAMMAR_BYTES = 1 << 16
-"""Of a grammar's text. Compiling takes at most some seconds, in another thread."""
+"""Longest text of a grammar in bytes. It compiles within a few seconds, in another thread."""
 
 LARGEST_BIAS = 1e30
 LEAST_PENALTY = 1e-6
 
 
 class Bound(NamedTuple):
-    """The values that a field may have.
+    """The legal values of a field.
 
     Attributes:
         path: of the field in TokenizedGenerateReqInput.
-        legal: whether a value is. takes: completes "is X, but ".
+        legal: tests a value. takes: completes "is X, but ".
     """
 
     path: str
@@ -80,7 +80,7 @@ def of_model(vocabulary: int) -> Sequence[Bound]:
 
 
 def problems(request: Any, bounds: Sequence[Bound]) -> Iterator[str]:
-    """A sentence for each field of a request, a TokenizedGenerateReqInput, that is out of its bound."""
+    """One sentence for each field of a request, a TokenizedGenerateReqInput, that is out of bounds."""
     for path, legal, takes in bounds:
         value = request
         for name in path.split("."):

@@ -1,4 +1,4 @@
-"""Bounds on what one request may make all others wait for: stop regexes, grammars, compilers."""
+"""Bounds the time that one request can delay all others through stop regexes, grammars and compilers."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import regex
 from fluxion_sglang.sglang.containment import counts
 
 STOP_REGEX_S = 0.1
-"""Seconds of this process that one search for a stop regex may take, over all threads. Every request waits for it."""
+"""Time limit of one search for a stop regex in seconds, over all threads. Every request waits for the search."""
 
 SHORT = 2000
-"""Characters in which a pattern with a bound is searched by `re` itself, whose patterns are not all `regex`'s."""
+"""Text length below which `re` searches a pattern of bounded cost; `regex` does not accept all its patterns."""
 
 GRAMMAR_S = 1.0
 """Seconds that a request's grammar may take to accept all tokens of its answer."""
 
 GRAMMARS = 256
-"""Compiled grammars that are kept."""
+"""Size of the cache of compiled grammars."""
 
 _spent: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
-"""SGLang's grammar objects -> seconds spent in them."""
+"""Seconds spent in each of SGLang's grammar objects."""
 
 
 class StopRegex:
-    """Stands in for the module `re` where SGLang looks for stop regexes: a search that needs one has a time limit.
+    """Replaces the module `re` in SGLang's search for stop regexes, and adds a time limit.
 
     SGLang answers `error` with status 400, and ends that request alone.
     """
@@ -40,7 +40,7 @@ class StopRegex:
 
     @staticmethod
     def search(pattern: str, text: str) -> object:
-        """Raises error where the search takes longer than `STOP_REGEX_S`, or `pattern` is none."""
+        """Raises error if the search takes longer than `STOP_REGEX_S`, or if `pattern` is invalid."""
         if len(text) < SHORT and _has_a_bound(pattern):
             return re.search(pattern, text)
         try:
@@ -54,12 +54,12 @@ class StopRegex:
 
 
 def has_a_bound(pattern: str) -> bool:
-    """Whether a search for the pattern takes time that is at most the square of the text's length: it has at most one
-    repeat, of something that matches in one way.
+    """Whether a search for the pattern takes at most quadratic time in the text's length: at most one repeat, of what
+    matches in one way.
 
-    Used where several ranks search at once: a time limit could end the search on one of them alone.
+    Required when several ranks search at once, because a time limit could end the search on only one of them.
     """
-    # The parser of `re`, as SGLang uses it: there is no public one.
+    # The parser of `re`, as in SGLang; there is no public one.
     parser = re._parser  # type: ignore[attr-defined]
     operator = type(parser.LITERAL)
     repeats = {parser.MAX_REPEAT, parser.MIN_REPEAT, parser.POSSESSIVE_REPEAT}
@@ -84,7 +84,7 @@ _has_a_bound = lru_cache(1024)(has_a_bound)
 
 
 def accept_token(original: Callable[..., Any], grammar: Any, token: int) -> Any:
-    """AROUND XGrammarGrammar.accept_token: count the time. Ranks count differently: see `overspent`."""
+    """AROUND XGrammarGrammar.accept_token: add up the time. Ranks measure different times: see `overspent`."""
     start = time.perf_counter()
     try:
         return original(grammar, token)
@@ -93,14 +93,14 @@ def accept_token(original: Callable[..., Any], grammar: Any, token: int) -> Any:
 
 
 def overspent(requests: Sequence[Any]) -> Iterator[tuple[int, str]]:
-    """Requests of a pass, by their place, whose grammar has taken more than its time, each with a sentence.
+    """Requests of a pass, by batch index, whose grammar has exceeded its time, each with a sentence.
 
-    Asked before a pass, of which all ranks learn what any of them has ended.
+    Called before a pass. The pass then tells all ranks which requests were ended on any of them.
     """
     for place, request in enumerate(requests if _spent else ()):
         if (grammar := request.grammar) is None or request.to_finish is not None:
             continue
-        # SGLang wraps the grammar of a model that reasons.
+        # SGLang wraps the grammar of a reasoning model.
         spent = max(_spent.get(grammar, 0.0), _spent.get(getattr(grammar, "grammar", None) or grammar, 0.0))
         if spent > GRAMMAR_S:
             counts.contained("budgets")
@@ -117,7 +117,7 @@ def set_cache(original: Callable[..., None], backend: Any, key: Any, value: Any)
 
 
 def install(device: str, compiles: bool) -> None:
-    """In the scheduler's process, before it takes requests.
+    """Install the bounds in the scheduler's process, before it takes requests.
 
     Args:
         compiles: the operator asked for torch.compile.
@@ -127,7 +127,7 @@ def install(device: str, compiles: bool) -> None:
     schedule_batch.re = StopRegex
     if device == "cpu" and not compiles:
         # SGLang decorates functions of rare requests (repetition_penalty) with torch.compile. The first such request
-        # would stop all others for seconds, and end the scheduler where there is no C++ compiler.
+        # would delay all others for seconds, and end the scheduler if there is no C++ compiler.
         import torch
 
         torch.compiler.set_stance("force_eager")

@@ -1,4 +1,4 @@
-"""Counters of what was contained, in whichever process of the server."""
+"""Counters of contained failures, in any process of the server."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from fluxion_sglang.executor import metrics
 
 
 def contained(ring: str) -> None:
-    """One failure that ended its request and not the server."""
+    """Count a failure that ended its request and not the server."""
     if _published():
         metrics.count_contained(ring)
 
 
 def suspected(requests: int) -> None:
-    """Requests that are tried alone, because a pass of several failed and nothing names the guilty one."""
+    """Count requests that are tried alone after a pass of several failed for unknown reasons."""
     if _published():
         metrics.count_suspects(requests)
 
 
 def rebuilt() -> None:
-    """The pools were emptied, because they were not sound after a failure."""
+    """Count a rebuild of the pools, which were inconsistent after a failure."""
     if _published():
         metrics.count_rebuilt()
 
@@ -28,5 +28,5 @@ def _published() -> bool:
 
     try:
         return bool(get_observability().enable_metrics)
-    except ValueError:  # no server
+    except ValueError:  # there is no server
         return False

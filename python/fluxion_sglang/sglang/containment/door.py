@@ -1,7 +1,7 @@
-"""Requests that are refused in the process that tokenizes: the client gets status 400, and no other request notices.
+"""Refuses bad requests in the tokenizer process: the client gets status 400, and other requests are not affected.
 
-Every route of SGLang's HTTP server passes here. Types are checked by SGLang's own schema of messages between its
-processes, which it uses only where they are sent as msgpack. Bounds are in `bounds.py`.
+Every route of SGLang's HTTP server passes here. SGLang's schema of its internal messages checks types; SGLang itself
+applies it only to msgpack messages. `bounds.py` checks values.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _INTERNAL = ("is_normalized", "stop_strs", "stop_regex_strs", "stop_str_max_len"
 """Fields of SamplingParams that SGLang fills itself."""
 
 _WHOLE = ("max_new_tokens", "min_new_tokens", "top_k", "n", "beam_width", "stream_interval", "sampling_seed")
-"""Whole numbers of SamplingParams. JSON does not tell 128 from 128.0, and some clients send the latter."""
+"""Integer fields of SamplingParams. JSON does not distinguish 128 from 128.0, and some clients send the latter."""
 
 _BY_PROCESS = ("input_ids", "time_stats", "mm_inputs", "input_embeds", "positional_embed_overrides")
-"""What is checked in another way, or is made by SGLang."""
+"""Fields that are checked elsewhere, or are made by SGLang."""
 
 _tables: weakref.WeakKeyDictionary[Any, Sequence[bounds.Bound]] = weakref.WeakKeyDictionary()
 
@@ -39,10 +39,10 @@ _tables: weakref.WeakKeyDictionary[Any, Sequence[bounds.Bound]] = weakref.WeakKe
 async def generate_request(
     original: Callable[..., Any], manager: Any, obj: Any, request: Any = None
 ) -> AsyncIterator[Any]:
-    """AROUND TokenizerManager.generate_request: what SGLang raises of a request before its first output is its fault.
+    """AROUND TokenizerManager.generate_request: an exception before a request's first output is the request's fault.
 
     Raises:
-        ValueError: one sentence for the client. SGLang's routes answer it with status 400, in a stream, too.
+        ValueError: one sentence for the client. SGLang's routes answer it with status 400, also for a stream.
     """
     begun = False
     try:
@@ -59,7 +59,7 @@ async def generate_request(
 
 
 def normalize_batch_and_arguments(original: Callable[..., None], obj: Any) -> None:
-    """AROUND GenerateReqInput.normalize_batch_and_arguments: it makes `n` copies of the request.
+    """AROUND GenerateReqInput.normalize_batch_and_arguments, which makes `n` copies of the request: check `n` first.
 
     Raises:
         ValueError: one sentence for the client.
@@ -92,23 +92,22 @@ def _check_n(params: object, prompts: int) -> None:
 
 
 def init_req_state(original: Callable[..., None], manager: Any, obj: Any, request: Any = None) -> None:
-    """AROUND TokenizerManager._init_req_state: names and times by which the tokenizer process keeps requests.
+    """AROUND TokenizerManager._init_req_state: check names and times by which the tokenizer process tracks requests.
 
-    The names of SGLang's own health checks are no client's.
-
-    SGLang drops such a request while others run, and waits for it when it shuts down.
+    Clients may not use the names of SGLang's own health checks. SGLang drops such a request while others run, and waits
+    for it when it shuts down.
 
     Raises:
         ValueError: one sentence for the client.
     """
     from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
-    if not isinstance(obj.received_time, int | float | None):  # a route without a schema lets clients set it
+    if not isinstance(obj.received_time, int | float | None):  # routes without a schema let clients set it
         _refuse(f"received_time is {obj.received_time!r:.60}, but takes seconds.")
     rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
     path = "" if request is None else request.url.path.removeprefix(request.scope.get("root_path", ""))
     for rid in rids:
-        if not isinstance(rid, str) or not rid:  # SGLang cannot abort one without a name
+        if not isinstance(rid, str) or not rid:  # SGLang cannot abort a request without a name
             _refuse(f"rid is {rid!r:.60}, but takes a string that is not empty.")
         if rid.startswith(HEALTH_CHECK_RID_PREFIX) and request is not None and not path.startswith("/health"):
             _refuse(f"rid begins with {HEALTH_CHECK_RID_PREFIX}, which SGLang's health checks do; use another one.")
@@ -116,10 +115,11 @@ def init_req_state(original: Callable[..., None], manager: Any, obj: Any, reques
 
 
 async def answer_ollama(original: Callable[..., Any], serving: Any, request: Any, raw_request: Any) -> Any:
-    """AROUND OllamaServing.handle_generate and .handle_chat: a refusal has status 400, of a stream, too.
+    """AROUND OllamaServing.handle_generate and .handle_chat: a refusal has status 400, also for a stream.
 
     Raises:
-        HTTPException: the request is refused. SGLang would answer 500, or begin a stream with status 200 and cut it.
+        HTTPException: the request is refused. Without this, SGLang answers 500, or begins a stream with status 200 and
+            cuts it.
     """
     try:
         response = await original(serving, request, raw_request)
@@ -152,7 +152,7 @@ def validate_one_request(
         return
     if not len(input_ids):
         session = getattr(obj, "session_params", None)
-        # What a session remembers may be the whole prompt; if it remembers nothing, the scheduler says so.
+        # The session's tokens may be the whole prompt; if it has none, the scheduler refuses the request.
         if not (isinstance(session, dict) and session.get("id")):
             raise ValueError("The prompt has no tokens, and a model has nothing to go on; give at least one token.")
         return
@@ -176,14 +176,14 @@ def _check_embeds(model: Any, obj: Any, embeds: Any) -> None:
 
 
 def create_tokenized_object(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND TokenizerManager._create_tokenized_object: the types and bounds of what goes to the scheduler, which is
-    text: models that see or hear are served as language models.
+    """AROUND TokenizerManager._create_tokenized_object: check types and bounds of the message to the scheduler.
+    Multimodal models are served as language models, so it must be text.
 
     Raises:
         ValueError: one sentence for the client.
     """
     params = obj.sampling_params
-    if obj.contains_mm_input():  # SGLang would answer as if it were not there
+    if obj.contains_mm_input():  # SGLang would ignore the media
         _refuse("this server has a language model alone; send text without images, video or audio.")
     if not isinstance(params, dict):
         _refuse("sampling_params takes a JSON object.")
@@ -200,7 +200,7 @@ def create_tokenized_object(original: Callable[..., Any], manager: Any, obj: Any
 
 
 def _make_whole(params: dict[str, Any]) -> None:
-    """The types that SGLang's schema wants of values that it takes in others, too."""
+    """Convert values that SGLang accepts to the types that its schema requires."""
     if isinstance(bias := params.get("logit_bias"), dict):
         params["logit_bias"] = {str(token): value for token, value in bias.items()}
     for name in _WHOLE:
@@ -219,7 +219,7 @@ def _check_types(tokenized: Any) -> None:
     bare.sampling_params = copy.copy(tokenized.sampling_params)
     if not isinstance(bare.sampling_params.custom_params, dict | None):
         _refuse("custom_params takes a JSON object.")
-    bare.sampling_params.custom_params = None  # the schema refuses lists in it, which are legal
+    bare.sampling_params.custom_params = None  # may contain lists, which the schema refuses
     try:
         msgpack_decode(msgpack_encode(bare))
     except (msgspec.MsgspecError, TypeError, UnicodeError, OverflowError, ValueError) as error:
@@ -227,14 +227,14 @@ def _check_types(tokenized: Any) -> None:
 
 
 def _field_of(error: Exception, tokenized: Any) -> str:
-    """The name of the field. msgspec names its place in the message, which a client does not know."""
+    """The name of the wrong field. msgspec gives its index in the message, which means nothing to a client."""
     text = str(error)
     head, _, place = text.partition("`$[")
     head = head.removesuffix(" in ").removesuffix(" - at ")
     index = place.partition("]")[0]
     fields = msgspec.structs.fields(tokenized)
     if index.isdecimal() and 0 < int(index) <= len(fields):
-        name = fields[int(index) - 1].name  # behind the tag
+        name = fields[int(index) - 1].name  # index 0 is the tag
         inner = place.partition("][")[2].partition("]")[0]
         if name == "sampling_params" and inner.isdecimal():
             name = msgspec.structs.fields(tokenized.sampling_params)[int(inner)].name
@@ -267,7 +267,7 @@ def _check_values(manager: Any, tokenized: Any) -> None:
 
 
 def _check_overrides(manager: Any, tokenized: Any, overrides: Any) -> None:
-    """Embeddings in the place of some tokens; SGLang's own scoring makes them."""
+    """Check embeddings that replace tokens; only SGLang's own scoring makes them."""
     width, tokens = int(manager.model_config.hidden_size), len(tokenized.input_ids or ())
     embeds, positions = getattr(overrides, "embeds", None), getattr(overrides, "positions", None)
     if embeds is None or positions is None:
@@ -292,7 +292,7 @@ def no_memory_saver(original: Callable[..., Any], manager: Any, *args: Any, **kw
 def _check_policy(server_args: Any, sampling_params: Any) -> None:
     try:
         options = options_of(server_args)
-    except ConfigError:  # a file that has changed since the server began; the scheduler's process knows what it said
+    except ConfigError:  # the file has changed since the start; the scheduler's process has the old options
         return
     try:
         asked.check(sampling_params, options)

@@ -1,4 +1,4 @@
-"""The ways in which a request of SGLang's is ended with an error."""
+"""Ends requests of SGLang with an error."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _LONGEST = 300
 
 
 def end_request(request: Any, sentence: str, status: HTTPStatus, kind: str) -> None:
-    """Have SGLang end a request that runs, and keep what it computes from now on out of the radix tree.
+    """Let SGLang end a running request, and keep its further KV out of the radix tree.
 
-    A request that is to end already keeps the reason it has.
+    A request that is already ending keeps its reason.
 
     Raises:
         RuntimeError: this SGLang's request has no such means.
@@ -27,10 +27,10 @@ def end_request(request: Any, sentence: str, status: HTTPStatus, kind: str) -> N
 
 
 def keep_out_of_tree(request: Any, when: object = True) -> None:
-    """What SGLang has not yet put into the radix tree of a request stays out of it. Raises as `end_request`.
+    """Keep a request's KV that is not yet in the radix tree out of it. Raises as `end_request`.
 
     Args:
-        when: asked for its truth each time that SGLang is about to put something in.
+        when: evaluated as a bool before each insertion.
     """
     if not hasattr(request, "skip_radix_cache_insert"):
         raise RuntimeError("SGLang's request cannot be told to stay out of the radix tree.")
@@ -38,10 +38,10 @@ def keep_out_of_tree(request: Any, when: object = True) -> None:
 
 
 def answer(scheduler: Any, request: Any, why: dict[str, object] | None) -> None:
-    """Answer a request that is in no batch and holds nothing of the pools, without output.
+    """Answer a request that is in no batch and holds no rows or pages, without output.
 
     Args:
-        why: its finish reason; None where its client has left.
+        why: its finish reason; None if its client has disconnected.
     """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.managers.scheduler import _make_abort_req
@@ -50,14 +50,14 @@ def answer(scheduler: Any, request: Any, why: dict[str, object] | None) -> None:
         if request in queue:
             queue.remove(request)
     scheduler._release_aborted_request(request)
-    if not request.finished():  # a session looks at it
+    if not request.finished():  # a session reads it
         request.finished_reason = FINISH_ABORT()
     request.finished_output = True
     scheduler.send_abort_output(_make_abort_req(request, finished_reason=why), request)
 
 
 def reason(sentence: str, status: HTTPStatus) -> dict[str, object]:
-    """The finish reason of a request that is ended, as SGLang writes it."""
+    """The finish reason of an ended request in SGLang's form."""
     return {"type": "abort", "message": sentence, "status_code": status, "err_type": _KINDS[status]}
 
 
@@ -69,6 +69,6 @@ _KINDS = {
 
 
 def said(error: BaseException) -> str:
-    """An exception in a few words."""
+    """A short description of an exception."""
     first = str(error).strip().partition("\n")[0][:_LONGEST]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

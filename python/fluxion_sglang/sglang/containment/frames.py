@@ -1,4 +1,4 @@
-"""What an exception's traceback says of the requests that SGLang was busy with. Used after a failure only."""
+"""Finds the requests in an exception's traceback that SGLang was processing. Used only after a failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 
 
 def walk(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """The frames of the traceback with the line that each was at, outermost first."""
+    """The frames of the traceback with their current lines, outermost first."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
         yield trace.tb_frame, trace.tb_lineno
@@ -23,7 +23,7 @@ def walk(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 
 
 def local(error: BaseException, function: str, name: str) -> Any:
-    """A local variable of the innermost frame of a function with this name; None if there is none."""
+    """A local variable of the innermost frame of the named function; None if there is none."""
     found = None
     for frame, _ in walk(error):
         if frame.f_code.co_name == function:
@@ -32,16 +32,16 @@ def local(error: BaseException, function: str, name: str) -> Any:
 
 
 def went_through(error: BaseException, *functions: str) -> bool:
-    """Whether the traceback has a function of one of these names."""
+    """Whether the traceback contains a function with one of these names."""
     return any(frame.f_code.co_name in functions for frame, _ in walk(error))
 
 
 def culprit(error: BaseException, kind: type[T]) -> T | None:
-    """The `kind` that the innermost frame was busy with, or None.
+    """The object of type `kind` that the innermost frame was processing, or None.
 
-    A frame is busy with an object that is a parameter of its function, or the variable of a loop that the failing line
-    is in. The variable of a loop that has ended names the last object of the loop, which need not be at fault. So does
-    that of a loop that caught the error and went on: what may fail there needs a function of its own.
+    A frame processes an object that is a parameter of its function, or the variable of a loop around the failing line.
+    The variable of a finished loop is not used: it holds the loop's last object, which need not be at fault. The same
+    holds for a loop that catches the error and continues; code that may fail there needs a function of its own.
     """
     found: T | None = None
     for frame, line in walk(error):
@@ -72,9 +72,9 @@ def _loop_variables(frame: FrameType, line: int) -> list[str]:
     try:
         source, first = inspect.getsourcelines(frame.f_code)
         tree = ast.parse(textwrap.dedent("".join(source)))
-    except (OSError, SyntaxError, TypeError):  # no source, or not on its own
+    except (OSError, SyntaxError, TypeError):  # no source, or source that does not parse alone
         return []
-    # ast counts from 1; a module's first line is given as 0.
+    # ast counts from 1, but a module's first line is given as 0.
     at = line - max(first, 1) + 1
     around = [
         node

@@ -1,4 +1,4 @@
-"""Which requests the scheduler has taken in and not answered."""
+"""Tracks the requests that the scheduler has received and not answered."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from itertools import count
 from typing import Any
 
 _unanswered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""SGLang's requests -> the order in which they came."""
+"""The order of arrival of each of SGLang's requests."""
 
 _order = count()
 
 
 def create_generation_req(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND Scheduler._create_generation_req: every request comes from here, also a session's turn.
+    """AROUND Scheduler._create_generation_req, which makes every request, also a session's turn.
 
-    SGLang refuses a turn of a streaming session while another one runs. The end of the refused one would make the
-    session free for a third, which then shares the row of the first. So it is no turn of the session.
+    SGLang refuses a turn of a streaming session while another one runs. The end of the refused turn would mark the
+    session as free for a third, which would then share the first turn's row. So it is detached.
     """
     request = original(scheduler, *args, **kwargs)
     session = request.session
@@ -34,12 +34,12 @@ def send_abort_output(original: Callable[..., None], scheduler: Any, abort: Any,
 
 
 def answered(request: Any) -> bool:
-    """Whether its last output has been sent."""
+    """Whether the request's last output has been sent."""
     return request not in _unanswered or bool(request.finished() and request.finished_output)
 
 
 def unanswered() -> list[Any]:
-    """Requests without their last output, in the order in which they came."""
+    """Requests without their last output, in order of arrival."""
     for request in [each for each in list(_unanswered) if answered(each)]:
         del _unanswered[request]
     return sorted(_unanswered, key=_unanswered.__getitem__)

@@ -1,4 +1,4 @@
-"""Logits stay finite, whatever a request adds to them or multiplies them by."""
+"""Keeps logits finite, whatever factors or biases a request applies."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 _LARGEST = 1e30
-"""Divided by the least temperature, 1e-6, it is still a float32."""
+"""Still a float32 after division by the least temperature, 1e-6."""
 
 
 def preprocess_logits(original: Callable[..., Any], sampler: Any, logits: Any, sampling_info: Any) -> Any:
-    """AROUND Sampler._preprocess_logits: rows that are sampled have no NaN and no infinity.
+    """AROUND Sampler._preprocess_logits: remove NaN and infinity from sampled rows.
 
-    torch.multinomial raises for such a row, and the whole batch would fail with it. Greedy requests take any row.
+    torch.multinomial raises for such a row, which fails the whole batch. Greedy requests accept any row.
     """
     logits = original(sampler, logits, sampling_info)
     if not sampling_info.is_all_greedy:

@@ -1,12 +1,12 @@
-"""The scheduler's loop, and what happens to an exception that leaves it.
+"""Runs the scheduler's loop, and contains exceptions that leave it.
 
-SGLang lets an exception of its scheduler end the server. Here it ends the request that caused it: the one that the
-traceback names, or the only one of the pass, or the one that `suspects.py` finds. Every other request goes back into
-the queue by SGLang's own retraction and is prefilled again, with what it had generated. Then the loop is entered again.
-This hook is around the loop, so a step does not pay for it.
+In SGLang an exception of the scheduler ends the server. Here it ends only the guilty request: the one that the
+traceback names, or the only one of the pass, or the one that `suspects.py` finds. All other requests go back into the
+queue by SGLang's own retraction and are prefilled again, with their generated tokens. Then the loop is entered again.
+The hook is around the loop, so it costs nothing per step.
 
-Where pools are not sound afterwards, they are emptied, and the model stays. A failure that comes back at once, with no
-request to blame, ends the server as SGLang does.
+If pools are inconsistent afterwards, they are emptied, and the model stays loaded. A failure that repeats at once
+without a guilty request ends the server.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from fluxion_sglang.sglang.containment.suspects import TrialEnds, suspects
 logger = logging.getLogger(__name__)
 
 AGREE_S = 60.0
-"""Seconds that a rank waits for the others to say how they failed. Then it ends, and the server with it."""
+"""Seconds that a rank waits for the others to report their failure. After that it ends, and the server with it."""
 
 REBUILDS, UNEXPLAINED = 2, 5
-"""The server ends at the next rebuild, or failure with no request to blame, after this many within `MINUTE_S`."""
+"""Number of rebuilds, and of failures without a guilty request, within `MINUTE_S`; the next one ends the server."""
 MINUTE_S = 60.0
 
 _SCAN = "_get_new_batch_prefill_raw"
-"""SGLang's function that admits requests; its local `adder` has those of the pass to come."""
+"""SGLang's function that admits requests; its local `adder` holds those of the next pass."""
 
 _RESULTS = "process_batch_result"
 
@@ -47,7 +47,7 @@ def dispatch_event_loop(original: Callable[..., Any], scheduler: Any) -> Any:
     from sglang.srt.runtime_context import get_exec, get_parallel
 
     budgets.install(scheduler.device, bool(get_exec().graph.enable_torch_compile))
-    if get_parallel().pp_size > 1:  # the stages are at different passes and cannot agree on one
+    if get_parallel().pp_size > 1:  # pipeline stages run different passes and cannot agree on one
         return original(scheduler)
     loop = Loop(scheduler, _group())
     while True:
@@ -58,7 +58,7 @@ def dispatch_event_loop(original: Callable[..., Any], scheduler: Any) -> Any:
 
 
 def _group() -> dist.ProcessGroup | None:
-    """Of the ranks that compute passes together, for their agreement; None: there is one rank. A collective."""
+    """The group of ranks that compute passes together, for their agreement; None for one rank. A collective."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -70,10 +70,10 @@ def _group() -> dist.ProcessGroup | None:
 
 
 class Loop:
-    """Contains what leaves the loop of one scheduler.
+    """Contains exceptions that leave the loop of one scheduler.
 
     Args:
-        ranks: those that compute passes together; None: this one alone.
+        ranks: the group that computes passes together; None: this process alone.
     """
 
     def __init__(self, scheduler: Any, ranks: dist.ProcessGroup | None = None) -> None:
@@ -82,10 +82,10 @@ class Loop:
         self._unexplained: deque[float] = deque(maxlen=UNEXPLAINED)
 
     def contain(self, error: Exception) -> None:
-        """Ends the guilty request, and makes the scheduler fit to enter its loop again.
+        """End the guilty request, and restore the scheduler so that its loop can be entered again.
 
         Raises:
-            Exception: `error`, where that is not possible.
+            Exception: `error`, if that is not possible.
         """
         from sglang.srt.utils.common import DynamicGradMode
 
@@ -100,7 +100,7 @@ class Loop:
                 refuse(self._scheduler, error.message, error.__cause__ or error)
                 self._clear_away(error, guilty=None)
                 return
-            if isinstance(error, torch.AcceleratorError):  # every pass after it would fail
+            if isinstance(error, torch.AcceleratorError):  # every later pass would fail, too
                 raise error
             passed = self._requests_of(error)
             guilty = self._guilty(error, passed)
@@ -125,13 +125,13 @@ class Loop:
             counts.contained("loop")
 
     def _requests_of(self, error: Exception) -> list[Any]:
-        """Requests of the pass that failed, or that was to come, without an answer; oldest first."""
+        """Unanswered requests of the pass that failed, or that was being formed; oldest first."""
         from sglang.srt.managers.schedule_batch import ScheduleBatch
 
         if frames.went_through(error, _SCAN):
             adder = frames.local(error, _SCAN, "adder")
             found = [] if adder is None else list(adder.can_run_list)
-            if not found:  # while it looked at the queue, from which a trial is kept apart
+            if not found:  # it failed while scanning the queue; a trial runs apart from the queue
                 trial, scheduler = suspects.on_trial, self._scheduler
                 found = [*scheduler.waiting_queue, *scheduler.running_batch.reqs] if trial is None else [trial]
         else:
@@ -154,14 +154,14 @@ class Loop:
         rest = [request for request in passed if not ledger.answered(request)]
         if guilty is not None:
             suspects.clear()
-        elif get_disagg().disaggregation_mode == "decode":  # its queues have no place for a trial
+        elif get_disagg().disaggregation_mode == "decode":  # its queues cannot hold a trial
             for request in rest:
                 self._end(request, reason(_sentence(error), HTTPStatus.INTERNAL_SERVER_ERROR))
         elif rest:
             suspects.accuse(rest)
 
     def _agreed(self, mine: object) -> bool:
-        """Whether every rank failed in the same way. A rank that goes on alone would wait in a collective for ever."""
+        """Whether every rank failed in the same way. A rank that continued alone would wait in a collective forever."""
         if self._ranks is None:
             return True
         found: list[Any] = [None] * dist.get_world_size(self._ranks)
@@ -175,10 +175,10 @@ class Loop:
             return False
         return True
 
-    # --- Putting the scheduler in order ---
+    # --- restoring the scheduler ---
 
     def _clear_away(self, error: Exception, guilty: Any) -> None:
-        """No request is in a batch any more: each is answered or in the queue."""
+        """Remove all requests from batches: each is answered or goes back into the queue."""
         scheduler = self._scheduler
         self._close_free_group()
         self._take_results(error)
@@ -187,11 +187,11 @@ class Loop:
         there = [request for request in ledger.unanswered() if request not in queued or request is guilty]
         self._forget_batches()
         self._finish_loads()
-        for request in queued:  # admitted by a look at the queue that did not end
+        for request in queued:  # admitted by an incomplete scan of the queue
             self._unlock(request)
         back = []
         for request in there:
-            if request is guilty and not request.finished():  # an answer that is whole is sent
+            if request is guilty and not request.finished():  # a complete answer is sent
                 self._end(request, reason(_sentence(error), HTTPStatus.INTERNAL_SERVER_ERROR))
             elif request.finished():
                 self._send(request)
@@ -205,19 +205,19 @@ class Loop:
         self._requeue(back)
 
     def _unlock(self, request: Any) -> None:
-        """Its prefix in the tree, where it has no row yet."""
+        """Unlock the prefix in the tree of a request without a row."""
         if request.lock is not None and not request.kv.holds_kv:
             self._scheduler.tree_cache.unlock(request.lock)
             request.lock = None
 
     def _finish_loads(self) -> None:
-        """Of KV that is read from files (`disk`): nothing is written any more into pages that are to be freed."""
+        """Finish reads of KV from files (`disk`), so that nothing is written into pages that will be freed."""
         scheduler = self._scheduler
         if (linker := scheduler.tree_cache.linker) is None:
             return
         slots = dict(linker.private_load_indices)
         for rid in list(linker.inflight_load_rids):
-            linker.release_request(rid)  # has not begun
+            linker.release_request(rid)  # its read has not begun
         linker.finish_loads()
         linker.private_load_indices.clear()
         for request in ledger.unanswered():
@@ -230,11 +230,11 @@ class Loop:
             allocator.free_group_end()
 
     def _take_results(self, error: Exception) -> None:
-        """Results of passes before the failed one are complete, and their tokens count."""
+        """Process the complete results of earlier passes, so that their tokens count."""
         scheduler = self._scheduler
         results, scheduler.result_queue = getattr(scheduler, "result_queue", ()), deque()
         if frames.went_through(error, _RESULTS):
-            return  # the passes behind it computed with tokens that were not taken over
+            return  # later passes used tokens whose results were not processed
         for batch, result in results:
             if getattr(result, "delay_sample_func", None) is not None:
                 return  # not sampled yet
@@ -246,7 +246,7 @@ class Loop:
                 return
 
     def _queued(self) -> set[Any]:
-        """Requests that wait somewhere, and are no part of a pass."""
+        """Requests that wait in some queue and are in no pass."""
         scheduler = self._scheduler
         found = {*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue}
         if (prealloc := getattr(scheduler, "disagg_decode_prealloc_queue", None)) is not None:
@@ -267,7 +267,7 @@ class Loop:
         answer(self._scheduler, request, why)
 
     def _send(self, request: Any) -> None:
-        """The last output of a request that finished in the pass, and was not sent."""
+        """Send the last output of a request that finished in the failed pass."""
         self._free(request)
         try:
             self._scheduler.output_streamer.stream_output([request], request.return_logprob)
@@ -275,7 +275,7 @@ class Loop:
             self._end(request, reason(_sentence(error), HTTPStatus.INTERNAL_SERVER_ERROR))
 
     def _take_back(self, request: Any) -> None:
-        """What a request holds of the pools, as SGLang retracts it."""
+        """Free the request's rows and pages by SGLang's retraction."""
         from sglang.srt.managers.schedule_batch import release_req
         from sglang.srt.runtime_context import get_disagg
 
@@ -296,7 +296,7 @@ class Loop:
         request.reset_for_retract()
 
     def _free(self, request: Any) -> None:
-        """Row, pages and lock of a request, whatever the failed pass did with them. Nothing of it enters the tree."""
+        """Free the row, pages and lock of a request in any state. Its KV does not enter the tree."""
         from sglang.srt.mem_cache.common import release_kv_cache
 
         scheduler = self._scheduler
@@ -307,10 +307,10 @@ class Loop:
         streaming = scheduler.tree_cache.session
         slot = None if session is None else streaming.slots.get(session.session_id)
         if slot is not None and slot.kv is request.kv:
-            # The session would keep the record, with KV that the pass has not computed.
+            # Otherwise the session would keep the record, with KV that the pass has not computed.
             del streaming.slots[session.session_id]
             request.lock, slot.lock = slot.lock, None
-        # All that is allocated is freed, also what no pass has committed, and what lies behind the end of an answer.
+        # Free everything allocated, including uncommitted tokens and tokens after the end of an answer.
         finished_len, request.finished_len = request.finished_len, None
         request.kv.kv_committed_len = request.kv.kv_allocated_len
         try:
@@ -319,7 +319,7 @@ class Loop:
             request.session, request.finished_len = session, finished_len
 
     def _requeue(self, requests: Sequence[Any]) -> None:
-        """To the front of the queue, in their order, whatever limit new requests have."""
+        """Put requests at the front of the queue, in their order, regardless of the limit for new requests."""
         from sglang.srt.runtime_context import get_disagg
 
         scheduler = self._scheduler
@@ -335,25 +335,25 @@ class Loop:
     # --- Last resort ---
 
     def _check_pools(self) -> None:
-        """SGLang's own idle check: no request holds anything now, so the sums must be right.
+        """Run SGLang's own idle check: no request holds pages now, so the totals must match.
 
         Raises:
-            RuntimeError: they are not.
+            RuntimeError: they do not.
         """
         from sglang.srt.runtime_context import get_disagg
 
         if get_disagg().disaggregation_mode == "decode":
-            return  # what is arriving holds pages
+            return  # arriving KV holds pages
         checker = self._scheduler.invariant_checker
         leaks, messages = checker._check_all_pools(self._scheduler.pool_stats_observer.get_pool_stats())
         if leaks:
             raise RuntimeError(" ".join(messages))
 
     def _rebuild(self, error: Exception, why: str) -> None:
-        """Empties the pools, and keeps the model. Requests of the pass end; those that wait go on.
+        """Empty the pools and keep the model. Requests of the failed pass end; waiting ones continue.
 
         Raises:
-            Exception: `error`, where this happened just before, or cannot be done.
+            Exception: `error`, if the last rebuilds were just before, or a rebuild is impossible.
         """
         from sglang.srt.managers.schedule_batch import ReqKvInfo
         from sglang.srt.runtime_context import get_disagg
@@ -382,7 +382,7 @@ class Loop:
 
 
 def _too_many(times: deque[float]) -> bool:
-    """Note that it happened; whether it did so `times.maxlen` times before, within a minute."""
+    """Note an event. Returns whether it also happened `times.maxlen` times within the last minute."""
     now, full = time.monotonic(), len(times) == times.maxlen
     recent = full and now - times[0] < MINUTE_S
     times.append(now)

@@ -1,7 +1,7 @@
-"""Outputs on their way to the clients: where a batch of them fails, its rows are taken one by one.
+"""Sends outputs to the clients: if a batch of outputs fails, its rows are sent one by one.
 
 Three places handle outputs of many requests in one call: the scheduler's output streamer, the detokenizer, and the
-tokenizer process. A row that fails ends its request; the other rows are sent as if it had not been there.
+tokenizer process. A row that fails ends its request; the other rows are sent as usual.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fluxion_sglang.sglang.containment.ending import reason, said
 
 logger = logging.getLogger(__name__)
 
-# --- Output streamer, in the scheduler's process ---
+# --- output streamer, in the scheduler's process ---
 
 _STREAM = "_stream_output_generation"
-"""SGLang's function that makes one message of the outputs of a batch; its local `acc` is that message."""
+"""SGLang's function that makes one message from the outputs of a batch; its local `acc` is that message."""
 
 
 def stream_output(
@@ -35,8 +35,8 @@ def stream_output(
     """AROUND SchedulerOutputStreamer.stream_output.
 
     Raises:
-        Exception: of the first request that fails alone, which the traceback names; the others have been sent. Where
-            all fail, it is none's, and names none.
+        Exception: of the first request that fails alone, which the traceback names; the others have been sent. If all
+            requests fail, the exception of the batch, which names none.
     """
     try:
         original(streamer, reqs, return_logprob, skip_req)
@@ -44,7 +44,7 @@ def stream_output(
     except Exception as error:
         together = error
         if (message := frames.local(error, _STREAM, "acc")) is None:
-            raise  # it was not begun, or it is sent
+            raise  # the message is not begun, or is already sent
         logger.exception("Fluxion: outputs cannot be sent together; they are sent one by one")
         _unsend(message)
     failed: list[Exception] = []
@@ -63,13 +63,13 @@ def stream_output(
 
 
 def _stream_one(original: Callable[..., None], streamer: Any, req: Any, return_logprob: bool) -> None:
-    """A traceback names the request by this parameter (`frames.culprit`). The variable of the loop around the call has
-    gone on by the time the traceback is read."""
+    """Send one request. Its parameter names the request in a traceback (`frames.culprit`); the loop variable of the
+    caller has moved on by the time the traceback is read."""
     original(streamer, [req], return_logprob)
 
 
 def _unsend(message: Any) -> None:
-    """What SGLang noted as sent of the requests of a message that was not sent is to be sent again."""
+    """Undo SGLang's notes of what was sent, for the requests of a message that was not sent."""
     for i, request in enumerate(message.output_reqs):
         request.finished_output = None
         if i < len(message.output_ids):
@@ -82,11 +82,11 @@ def _unsend(message: Any) -> None:
             request.input_logprob_sent = False
 
 
-# --- Rows of a message ---
+# --- rows of a message ---
 
 
 def _rows(message: Any) -> Iterator[Any]:
-    """The message of one row, for each row."""
+    """The messages of the single rows."""
     count = len(message.rids)
 
     def row(value: Any, i: int) -> Any:
@@ -101,12 +101,12 @@ def _rows(message: Any) -> Iterator[Any]:
         yield msgspec.structs.replace(message, **{name: row(getattr(message, name), i) for name in names})
 
 
-# --- Detokenizer ---
+# --- detokenizer ---
 
 _UNREADABLE = "the tokens of this answer cannot be turned into text"
 
 _ended: set[str] = set()
-"""Requests that were ended here. The scheduler hears of it later, and no client waits for their outputs until then."""
+"""Requests that were ended here. The scheduler learns of it later; until then their outputs are dropped."""
 
 
 def handle_batch_token_id_out(original: Callable[..., Any], detokenizer: Any, recv_obj: Any) -> Any:
@@ -138,13 +138,13 @@ def handle_batch_token_id_out(original: Callable[..., Any], detokenizer: Any, re
             if row.finished_reasons[0] is None:
                 _ended.add(row.rids[0])
             counts.contained("outputs")
-    # All but the text is as it came.
+    # Everything but the text is unchanged.
     whole = original(detokenizer, msgspec.structs.replace(recv_obj, rids=[], finished_reasons=reasons))
     return msgspec.structs.replace(whole, rids=recv_obj.rids, output_strs=texts)
 
 
 def _status(detokenizer: Any, rid: str) -> tuple[str, Any, tuple[Any, ...]]:
-    """What the detokenizer has of a request. Its lists only grow at their ends."""
+    """The detokenizer's state of a request, for `_restore`. Its lists only grow at their ends."""
     status = detokenizer.decode_status.get(rid)
     if status is None:
         return rid, None, ()
@@ -164,18 +164,18 @@ def _restore(detokenizer: Any, before: Sequence[tuple[str, Any, tuple[Any, ...]]
         detokenizer.decode_status[rid] = status
 
 
-# --- Tokenizer process ---
+# --- tokenizer process ---
 
 
 async def handle_loop(original: Callable[..., Any], manager: Any) -> None:
-    """AROUND TokenizerManager.handle_loop: a message that cannot be handled ends the request that it is of."""
+    """AROUND TokenizerManager.handle_loop: a message that cannot be handled ends its request."""
     while True:
         try:
             return await original(manager)
         except Exception as error:
             if isinstance(error, zmq.ZMQError):
                 raise
-            if frames.went_through(error, "async_sock_recv"):  # the message is not one
+            if frames.went_through(error, "async_sock_recv"):  # the message could not be decoded
                 logger.exception("Fluxion: a message to the tokenizer process cannot be read")
                 continue
             message = frames.local(error, "handle_loop", "recv_obj")
@@ -193,18 +193,18 @@ async def handle_batch_output(original: Callable[..., Any], manager: Any, recv_o
             raise
         logger.exception("Fluxion: an answer cannot be handed over; its request is ended")
         for state in (frames.local(error, "_handle_batch_output", "pending_notify") or {}).values():
-            state.event.set()  # rows before this one
+            state.event.set()  # the rows before this one
         _end(manager, recv_obj.rids[at], error)
         for row in list(_rows(recv_obj))[at + 1 :]:
             await handle_batch_output(original, manager, row)
         return
     for rid, why in zip(recv_obj.rids, recv_obj.finished_reasons, strict=True):
         if why and str(why.get("message", "")).startswith(_UNREADABLE):
-            _stop(manager, rid)  # the scheduler does not know
+            _stop(manager, rid)  # the scheduler does not know yet
 
 
 def _end(manager: Any, rid: str | None, error: Exception) -> None:
-    """Answer a request of which an output failed, and have the scheduler stop it."""
+    """Answer a request with a failed output, and let the scheduler stop it."""
     from sglang.srt.managers.io_struct import AbortReq
 
     state = None if rid is None else manager.rid_to_state.get(rid)
@@ -212,10 +212,10 @@ def _end(manager: Any, rid: str | None, error: Exception) -> None:
         return
     sentence = f"the answer to this request cannot be handed over ({said(error)}); change the request, or report it."
     why = reason(sentence, HTTPStatus.INTERNAL_SERVER_ERROR)
-    state.obj.return_logprob = False  # they may be what failed
+    state.obj.return_logprob = False  # logprobs may be the cause of the failure
     try:
         manager._handle_abort_req(AbortReq(rid=rid, finished_reason=why))
-    except Exception:  # it computes times and the like of the same request
+    except Exception:  # it computes statistics from the same request
         logger.exception("Fluxion: the request is ended without what SGLang says of it")
         manager.rid_to_state.pop(rid, None)
         state.finished = True

@@ -1,9 +1,9 @@
-"""A forward pass of which something of Fluxion's own failed ends its requests with an error; the server goes on.
+"""A failure of Fluxion's own code in a forward pass ends the requests of the pass with an error; the server continues.
 
-A failed task (a worker's error, a time-out) does not interrupt the pass: it is completed with zeros, its requests are
-told to finish with the reason, and nothing that the pass computed may enter the radix tree. A prompt of which a chunk
-failed is computed no further. Tensor-parallel ranks compute one pass together: what has failed on one has failed on
-all. So has a request that one of them ended before the pass (`requests.py`).
+A failed task (a worker's error, a time-out) does not interrupt the pass. The pass is completed with zeros, its requests
+finish with the reason, and its KV does not enter the radix tree. A prompt with a failed chunk is not computed further.
+Tensor-parallel ranks compute a pass together, so a failure on one rank counts for all. The same holds for a request
+that one of them ends before the pass (`requests.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 
 class Failures(NamedTuple):
-    """What failed in a pass.
+    """The failures of a pass.
 
     Attributes:
         reason: why none of its requests has a result; None: they may have.
-        lost: requests that failed by themselves, by their place in the batch, each with its reason.
+        lost: reasons of requests that failed alone, by batch index.
     """
 
     reason: str | None
@@ -39,17 +39,17 @@ class Failures(NamedTuple):
 
 
 class FailureGuard:
-    """Contains the failures of one forward pass, where the caller reports them.
+    """Contains the failures of one forward pass.
 
     Outside `containing()` (SGLang's offline benchmarks call the model without a scheduler) a failure is raised.
 
     Args:
-        finish: completes a pass of which nothing has failed; it may raise what failed since.
-        abort: gives up one that has. report: a pass has failed, and is counted.
+        finish: completes a pass without failures; it may raise a late failure.
+        abort: drops a failed pass. report: called after a failed pass, to publish counts.
 
     Attributes:
-        found: what has failed of the pass.
-        failed: passes that have failed, on any rank; the first tensor-parallel rank alone counts them.
+        found: the failures of the pass.
+        failed: number of passes that failed on any rank; only the first tensor-parallel rank counts them.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class FailureGuard:
 
     @property
     def reason(self) -> str | None:
-        """The first failure of the pass on this rank; None while there is none."""
+        """The first failure of the pass on this rank, or None."""
         return self.found.reason
 
     @contextmanager
@@ -73,7 +73,7 @@ class FailureGuard:
         self.found, self._contained = Failures(None, {}), True
         try:
             yield self
-        except BaseException:  # of SGLang's: the loop contains it, and our step must not stay open
+        except BaseException:  # an error of SGLang's, which the loop contains; our step must not stay open
             self._give_up()
             raise
         else:
@@ -82,14 +82,14 @@ class FailureGuard:
             self._contained = False
 
     def lose(self, request: int, reason: str) -> None:
-        """One request of the pass has failed, and the others go on. Raises RuntimeError outside `containing()`."""
+        """Note that one request of the pass failed; the others continue. Raises RuntimeError outside `containing()`."""
         if not self._contained:
             raise RuntimeError(reason)
         logger.error("Fluxion: a request of this pass is ended: %s", reason)
         self.found.lost.setdefault(request, reason)
 
     def ended(self, request: int, reason: str) -> None:
-        """One request of the pass has been told to end before it was computed; the other ranks are to hear of it."""
+        """Note that one request was ended before the pass computes it, so that the other ranks learn of it."""
         if self._contained:
             self.found.lost.setdefault(request, reason)
 
@@ -106,7 +106,7 @@ class FailureGuard:
             logger.exception("Fluxion: what a failed pass left behind could not be cleared; the next may fail, too")
 
     def run(self, step: Callable[[], T]) -> T | None:
-        """The result of `step`; None when it, or a step of this pass before it, has failed."""
+        """The result of `step`; None if it fails, or if an earlier step of this pass failed."""
         if not self._contained:
             return step()
         if self.reason is None:
@@ -121,9 +121,9 @@ class FailureGuard:
 def forward_batch_generation(
     original: Callable[..., Any], worker: Any, batch: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND TpModelWorker.forward_batch_generation: hand a contained failure to the requests of the batch.
+    """AROUND TpModelWorker.forward_batch_generation: end the requests of a batch with a contained failure.
 
-    A request whose last token is still being processed may get the error in its place: it cannot be told here.
+    A request whose last token is still being processed may get the error instead: the two cases look the same here.
     """
     from sglang.srt.runtime_context import get_parallel
 
@@ -131,7 +131,7 @@ def forward_batch_generation(
     if not isinstance(guard, FailureGuard) or batch is None:
         return original(worker, batch, *args, **kwargs)
     parallel = get_parallel()
-    # The stages of a pipeline are at different passes, so they cannot tell one another in time: there it stays fatal.
+    # Pipeline stages run different passes and cannot tell one another in time, so there a failure is fatal.
     if parallel.pp_size > 1:
         result = original(worker, batch, *args, **kwargs)
         guard.finish()
@@ -154,10 +154,10 @@ def forward_batch_generation(
 
 
 def process_pending_chunked_abort(original: Callable[..., None], scheduler: Any) -> None:
-    """AROUND Scheduler.process_pending_chunked_abort: a prompt that is to end ends before its next chunk.
+    """AROUND Scheduler.process_pending_chunked_abort: a prompt that is ending stops before its next chunk.
 
-    SGLang itself looks at `to_finish` after the last chunk only. Where the client has hung up, or KV from an external
-    cache did not come, it does what is done here.
+    SGLang itself checks `to_finish` only after the last chunk. It treats disconnected clients, and KV that an external
+    cache failed to deliver, in the way that is used here.
     """
     request = scheduler.chunked_req
     if request is not None and request.to_finish is not None:
@@ -169,21 +169,21 @@ def _end_chunked(scheduler: Any, request: Any) -> None:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.runtime_context import get_parallel
 
-    # The stages of a pipeline do not hear of one another's failures: each computes the prompt to its end.
+    # Pipeline stages do not learn of one another's failures, so each computes the prompt to its end.
     if not isinstance(request.to_finish, FINISH_ABORT) or get_parallel().pp_size > 1:
         return
-    if getattr(scheduler, "_pending_chunked_abort_req", request) is None:  # nor has the client hung up
+    if getattr(scheduler, "_pending_chunked_abort_req", request) is None:  # the client has not disconnected either
         request.discard_output_reason = request.to_finish
         scheduler._pending_chunked_abort_req = request
 
 
 def agreed(mine: Failures, ranks: dist.ProcessGroup) -> Failures:
-    """What failed on any of the ranks that computed a pass together: every rank, and so its scheduler, finds the same.
+    """The failures on any of the ranks that computed a pass together; every rank gets the same result.
 
-    A collective: every rank calls it after every pass. Nothing but one number is exchanged while nothing fails.
+    A collective: every rank calls it after every pass. Without a failure only one number is exchanged.
 
     Args:
-        mine: what failed on this rank. ranks: their group for CPU tensors.
+        mine: the failures on this rank. ranks: the group for CPU tensors.
     """
     any_failed = torch.tensor(int(mine.reason is not None or bool(mine.lost)), device="cpu")
     dist.all_reduce(any_failed, dist.ReduceOp.MAX, group=ranks)
@@ -194,6 +194,6 @@ def agreed(mine: Failures, ranks: dist.ProcessGroup) -> Failures:
     reasons = [f"{each.reason} (rank {rank})" for rank, each in enumerate(found) if each.reason is not None]
     if reasons and mine.reason is None:
         logger.error("Fluxion: the pass failed on another rank, and its requests are ended: %s", reasons[0])
-    # Of several reasons, that of the lowest rank.
+    # The reason of the lowest rank takes precedence.
     lost = {place: reason for each in reversed(found) for place, reason in each.lost.items()}
     return Failures(reasons[0] if reasons else None, lost)

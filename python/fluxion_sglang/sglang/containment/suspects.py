@@ -1,9 +1,9 @@
-"""Finds which of several requests makes passes fail, where the traceback does not name it.
+"""Finds which of several requests makes passes fail, if the traceback does not name it.
 
 All requests of a failed pass become suspects. They are tried one after another, the newest first, and a suspect on
-trial runs alone: a pass that fails then has one request, which is the guilty one. A suspect that has got some tokens
-without a failure is cleared. Each further failure doubles these tokens, so a request that fails late is found, too.
-When the guilty one has ended, all others are cleared.
+trial runs alone. If its pass fails, it is the guilty one. A suspect is cleared after some tokens without a failure;
+each of its failures doubles this number, so that a request that fails late is also found. When the guilty request has
+ended, all others are cleared.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ TOKENS = 2
 
 
 class TrialEnds(Exception):
-    """The suspect on trial is cleared and goes back into the queue, because the next one is to run alone."""
+    """The suspect on trial is cleared and goes back into the queue, because the next one must run alone."""
 
 
 class Suspects:
-    """The suspects of this process's scheduler. Every rank has the same, because all of it follows from the batches."""
+    """The suspects of this process's scheduler, the same on every rank, because they depend only on the batches."""
 
     def __init__(self) -> None:
         self._failures: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._waiting: list[Any] = []
         self._had = 0
-        """Tokens of the first one when its trial began."""
+        """Tokens of the suspect on trial when its trial began."""
 
     def accuse(self, requests: Sequence[Any]) -> None:
-        """A pass of these requests failed, oldest first."""
+        """Make the requests of a failed pass suspects; given oldest first."""
         counts.suspected(len(requests))
         for request in requests:
             self._failures[request] = self._failures.get(request, 0) + 1
@@ -41,7 +41,7 @@ class Suspects:
         self._begin()
 
     def clear(self) -> None:
-        """The guilty one has been found, or there is no way to find it."""
+        """Clear all suspects: the guilty one was found, or cannot be found."""
         self._waiting.clear()
 
     def _begin(self) -> None:
@@ -49,22 +49,22 @@ class Suspects:
 
     @property
     def on_trial(self) -> Any | None:
-        """The request that is to run alone; None where there is none."""
+        """The request that must run alone, or None."""
         while self._waiting and ledger.answered(self._waiting[0]):
             self._waiting.pop(0)
             self._begin()
         return self._waiting[0] if self._waiting else None
 
     def end_trial(self) -> None:
-        """The suspect on trial is cleared."""
+        """Clear the suspect on trial."""
         self._waiting.pop(0)
         self._begin()
 
     def admits(self, request: Any, running: Sequence[Any]) -> bool:
-        """Whether a request may be admitted beside those that run.
+        """Whether a request may be admitted beside the running ones.
 
         Raises:
-            TrialEnds: those that run go back into the queue first.
+            TrialEnds: the running requests must go back into the queue first.
         """
         trial = self.on_trial
         if trial is None:
@@ -83,7 +83,7 @@ suspects = Suspects()
 
 
 def calc_priority(original: Callable[..., Any], policy: Any, waiting: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND SchedulePolicy.calc_priority: a suspect on trial comes first, and is alone while the queue is sorted."""
+    """AROUND SchedulePolicy.calc_priority: the suspect on trial comes first, and SGLang sorts it alone."""
     if (trial := suspects.on_trial) is None:
         return original(policy, waiting, *args, **kwargs)
     others = [request for request in waiting if request is not trial]

@@ -1,11 +1,11 @@
-"""KV that outlives the server: the host pool's pages in files, by way of SGLang's linker of external caches.
+"""Keeps KV across restarts: writes the host pool's pages to files, through SGLang's linker of external caches.
 
-SGLang asks the linker what of a prompt is in files (`lookup`), has it read that before a pass (`load`), and gives it
-what has come into the radix tree (`offload`). What it takes for pages of a device are pages of the host pool. Only
-exact KV is in the tree, so only that is written.
+SGLang asks the linker how much of a prompt is in files (`lookup`), makes it read that before a pass (`load`), and
+passes new pages of the radix tree to it (`offload`). SGLang's device pages are pages of the host pool. The tree has
+only exact KV.
 
-A page that is read has its tiles alone. What follows from them and from the pages before it (metadata, moments) is
-made when the request's pass begins, which knows its path (`begin`).
+A page that is read has only its tiles. Its metadata and moments depend on the pages before it. They are computed when
+the request's pass begins, where its path is known (`begin`).
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKLOG = 8
-"""One in so many pages of the pool may wait to be written, while the tree cannot evict it. Others are not kept."""
+"""One in this many pages of the pool may wait to be written; the tree cannot evict them. Further pages are not kept."""
 INT8_ORDER = "int8, keys by 2 elements, values by 4 tokens"
-"""How integers lie in a tile (`DType` in csrc/kernels/table.h): files of another order are of no use."""
+"""Order of integers in a tile (`DType` in csrc/kernels/table.h). Files with another order are not used."""
 _SAMPLES = 64
-"""Elements of a parameter that its sample has, spread over all of it."""
+"""Elements in the sample of a parameter, spread over all of it."""
 
 _Pages = list[tuple[str, int]]
-"""Name and number of each."""
+"""Pairs of a page's name and number."""
 
 
 def manifest(runner: ModelRunner, pool: FluxionKVPool) -> dict[str, Any]:
-    """All that the KV of a token depends on besides the tokens up to it, for this rank."""
+    """Everything that the KV of a token depends on besides the tokens up to it, for this rank."""
     config, shape, parallel = runner.model_config, pool.host.shape, get_parallel()
     model = config.hf_config.to_dict()
     for key in ("transformers_version", "_name_or_path"):
@@ -70,7 +70,7 @@ def manifest(runner: ModelRunner, pool: FluxionKVPool) -> dict[str, Any]:
 
 
 def weights_digest(model: torch.nn.Module, whole: bool = True) -> str:
-    """Of a sample of every parameter and, if `whole`, its sum: a model that differs in any one number has another."""
+    """Digest of a sample of every parameter and, if `whole`, of its sum, which any changed number changes."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
@@ -97,11 +97,11 @@ def _sum(weight: torch.Tensor) -> bytes:
     words = _flat(weight).view(torch.uint8)
     if words.numel() % 8 == 0 == words.storage_offset() % 8:
         words = words.view(torch.int64)
-    return f"{int(words.sum(dtype=torch.int64))}".encode()  # it may go round, which is as good
+    return f"{int(words.sum(dtype=torch.int64))}".encode()  # may overflow, which does no harm
 
 
 class DiskLinker(UnifiedCacheLinker):
-    """One process's. What it is asked comes from the scheduler's thread; one thread of its own writes."""
+    """The linker of one process. The scheduler's thread calls it; a thread of its own writes."""
 
     def __init__(
         self,
@@ -118,27 +118,27 @@ class DiskLinker(UnifiedCacheLinker):
         folder = pool.config.path("disk")
         assert folder is not None
         self._folder = folder
-        # Replicas have the same pages, and one folder.
+        # Replicas have the same pages and share a folder.
         ranks = max(server_args.tp_size // server_args.nnodes, 1)
         self._limit = int(pool.config.beside_path("disk", "gb", DISK_GB) * GIB) // ranks
         self.pools = {PoolName.KV: pool}
         self.layer_done_counter = LayerWiseLoadCounter(pool.layer_num)
         self._tiles = self.host.stored.numpy()
         self._store: PageStore | None = self._open()
-        self._names: dict[int, str] = {}  # of pages that were written or read; where one is new, of what was there
+        self._names: dict[int, str] = {}  # of written or read pages; outdated once a page is reused
         self._queued: dict[str, _Pages] = {}
-        # Pages whose tiles were read, and nothing else yet: a pass of whoever has them makes the rest, or writes anew.
+        # Pages with only tiles from files. The next pass with such a page computes the rest, or overwrites the page.
         self._bare = torch.zeros(self.host.pages, dtype=torch.bool)
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._written: SimpleQueue[bool] = SimpleQueue()
-        self._waiting: deque[int] = deque()  # pages of each node that is to be written
+        self._waiting: deque[int] = deque()  # number of pages of each node in the write queue
         self._failing = False
-        # Of the stores that a flush has closed.
+        # Counts of the stores before the last flush.
         self._before = dict.fromkeys(("disk_read_pages", "disk_written_pages", "disk_refused_pages"), 0)
         pool.disk = self
         self._start()
 
-    # --- what of a prompt is there ---
+    # --- lookup ---
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         keys = _of(transfers).keys
@@ -154,7 +154,7 @@ class DiskLinker(UnifiedCacheLinker):
         return self._queued.pop(rid, None) is not None
 
     def start_layer_wise_loading(self) -> int:
-        """Read all that is queued, now: a pass of these requests comes next, and cannot begin without it."""
+        """Read all queued pages now, because the pass that follows needs them."""
         if not self._queued:
             return -1
         pages = [page for queued in self._queued.values() for page in queued]
@@ -165,7 +165,7 @@ class DiskLinker(UnifiedCacheLinker):
         except Exception as error:
             if not isinstance(error, BadPage):
                 logger.exception("Fluxion: KV could not be read from files")
-            # Their requests end, and the pass is computed all the same: with numbers.
+            # The requests end, but their pass is still computed, so it needs finite numbers.
             self._tiles[:, :, [page for _, page in pages]] = 0
             self.layer_done_counter.fail(index, error)
         else:
@@ -190,7 +190,7 @@ class DiskLinker(UnifiedCacheLinker):
         return bool(self.layer_done_counter.finish(counter_index))
 
     def begin(self, pages: torch.Tensor, start: int, stop: int) -> None:
-        """A request's pass begins, which appends its tokens `start` to `stop`; no other pass is at work.
+        """Complete read pages before a request's pass that appends tokens `start` to `stop`; no other pass runs.
 
         Args:
             pages: [>= stop / 16] int32, the request's. The pool has those of its first `start` tokens.
@@ -208,13 +208,13 @@ class DiskLinker(UnifiedCacheLinker):
             self._tasks.put(partial(self._store.used, [name for name in names if name is not None]))
 
     def append(self, pages: torch.Tensor, positions: torch.Tensor) -> None:
-        """Requests are to append tokens at positions [B, T] int64 of their pages [B, n] int32."""
+        """Mark pages as not read from files: tokens are appended at positions [B, T] int64 of pages [B, n]."""
         self._bare[pages.gather(1, positions // PAGE).flatten().long()] = False
 
     # --- from the pool into files ---
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Have a node's pages written. Always true: ranks must agree, and each reports in turn what became of it."""
+        """Queue a node's pages for writing. Always true, because ranks must agree; outcomes follow in order."""
         pages = _pages(_of(transfers))
         waiting = sum(self._waiting)
         if waiting and waiting + len(pages) > self.host.pages // BACKLOG:
@@ -231,9 +231,9 @@ class DiskLinker(UnifiedCacheLinker):
     def _write(self, pages: _Pages) -> None:
         done = False
         try:
-            # Of a model whose weights are being changed nothing is kept until the flush, which opens another folder.
+            # While the model's weights change, nothing is kept until the flush, which opens another folder.
             if self._store is not None and pages and self._sample() == self._opened_with:
-                for name, page in reversed(pages):  # the first page is the newest, and makes room last
+                for name, page in reversed(pages):  # the first page is the newest and is evicted last
                     self._store.write(name, self._tiles[:, :, page])
                 done, self._failing = True, False
         except Exception as error:
@@ -252,14 +252,14 @@ class DiskLinker(UnifiedCacheLinker):
     # --- life ---
 
     def stats(self) -> dict[str, int]:
-        """Cumulative; names of `executor/metrics.py`."""
+        """Cumulative counts, named as in `executor/metrics.py`."""
         if self._store is None:
             return self._before
         now = (self._store.read_pages, self._store.written_pages, self._store.refused_pages)
         return {name: old + new for (name, old), new in zip(self._before.items(), now, strict=True)}
 
     def reset(self) -> None:
-        """The tree is empty, and the model may have other weights now."""
+        """Restart after a flush: the tree is empty, and the weights may have changed."""
         self._stop()
         self._before = self.stats()
         while self._written.qsize():
@@ -272,7 +272,7 @@ class DiskLinker(UnifiedCacheLinker):
             self._store.close()
         try:
             self._store = self._open()
-        except ConfigError as error:  # the server was started long ago
+        except ConfigError as error:  # must not end a running server
             logger.warning("Fluxion: KV is kept in files no more, because %s", error)
             self._store = None
         self._start()

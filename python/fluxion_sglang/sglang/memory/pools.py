@@ -1,4 +1,4 @@
-"""Pool hooks: SGLang's logical token space becomes as large as the host pool, and its KV pool becomes ours.
+"""Pool hooks: SGLang's logical token space gets the size of the host pool, and its KV pool is replaced.
 
 The stock paged allocator and the stock radix tree run in that space unchanged. Logical page id = host page id.
 """
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CPU_WINDOW_FRACTION = 0.05
-"""Share of the available memory that device windows may take where host and device memory are the same."""
+"""Largest share of the available memory for windows if host and device memory are the same."""
 
 _turn = Turn()
-"""This process's."""
+"""This process's turn to measure memory."""
 
 
 class FluxionKVPool(KVCache):
-    """SGLang's KV pool: a host pool that holds everything and device windows that hold what is resident.
+    """SGLang's KV pool: a host pool with every token, and device windows with the residents.
 
-    SGLang addresses KV by logical slot; only our attention backend knows where a slot lives. Every method that would
-    hand out or write device buffers by slot therefore raises instead of being silently wrong.
+    SGLang addresses KV by logical slot; only Fluxion's attention backend knows where a slot lives. Every method that
+    would expose or write device buffers by slot therefore raises an error.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class FluxionKVPool(KVCache):
         placement = Placement(config.sinks, config.window)
         self.maker = maker_of(device)
         if self.maker is not None:
-            self.maker.select()  # this rank's, as SGLang has chosen it
+            self.maker.select()  # this rank's device, chosen by SGLang
         beside = ALONE if self.maker is None else self.maker.beside()
         workers = create_workers(config, rank, ranks, beside)
         self.host = HostPool(shape, tokens, placement, workers, canary=config.canary)
         self.windows = Windows(self.host, rows, device)
         if self.maker is not None:
-            # Before any executor is made: a device's reads the pool at once.
+            # Before any executor exists: a device's executor reads the pool at once.
             self.maker.adopt(self.host)
         self.mem_usage = self.windows.nbytes / GIB
-        # What its KV depends on, and a sample of the weights alone; for `disk`.
+        # For `disk`: everything that KV depends on, and a sample of the weights.
         self.manifest: Callable[[], dict[str, Any]] | None = None
         self.weights: Callable[[], str] | None = None
         self.disk: DiskLinker | None = None
@@ -110,8 +110,8 @@ class FluxionKVPool(KVCache):
         self._refuse("Writing KV by slot")
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Where another server writes what it has prefilled: keys of all layers, then values. SGLang calls it on both
-        sides of a transfer.
+        """Buffers into which a prefill server writes: keys of all layers, then values. Called on both sides of a
+        transfer.
 
         Returns:
             Addresses, bytes, and bytes of a page.
@@ -128,7 +128,7 @@ class FluxionKVPool(KVCache):
     def get_cpu_copy(
         self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
     ) -> torch.Tensor:
-        """The tiles of a retracted request that no server would prefill again, [layers, H, pages, bytes] uint8.
+        """The tiles of a retracted request that no prefill restores, [layers, H, pages, bytes] uint8.
 
         Args:
             indices: slots of all its tokens.
@@ -138,9 +138,9 @@ class FluxionKVPool(KVCache):
     def load_cpu_copy(
         self, kv_cache_cpu: torch.Tensor, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
     ) -> None:
-        """What `get_cpu_copy` gave, into the pages that the request has now, with what follows from them."""
+        """Restore the tiles from `get_cpu_copy` to the request's current pages, and compute their metadata."""
         pages = self._pages(indices)
-        self.host.forget_sums(pages)  # of what had the places behind the request's last token
+        self.host.forget_sums(pages)  # drop checksums of slots after the request's last token
         self.host.stored[:, :, pages.long()] = kv_cache_cpu
         for layer in range(self.layer_num):
             self.host.adopt(layer, pages, 0, len(indices), described=False)
@@ -151,7 +151,7 @@ class FluxionKVPool(KVCache):
 
 
 def _attention_layers(configurator: Any) -> list[int]:
-    """The numbers of this process's layers with KV."""
+    """Indices of this process's layers with KV."""
     info = configurator.layer_info
     if not served_models.has_states(configurator.model_config):
         return list(range(info.start_layer, info.start_layer + info.num_effective_layers))
@@ -169,12 +169,12 @@ def _shape(configurator: Any, config: FluxionConfig) -> KVShape:
         head_dim=model.head_dim,
         dtype=configurator.kv_cache_dtype,
         int8=config.int8,
-        sketched=config.sketched and get_spec().speculative_algorithm is None,  # drafts are verified without
+        sketched=config.sketched and get_spec().speculative_algorithm is None,  # drafts are verified without sketches
     )
 
 
 def least_over_ranks(value: int) -> int:
-    """The smallest value of any rank: every rank must present the same logical space to the scheduler."""
+    """The smallest value of all ranks, because all must present the same logical space to the scheduler."""
     if get_parallel().launch_world_size > 1:
         tensor = torch.tensor(value, dtype=torch.int64)
         torch.distributed.all_reduce(
@@ -185,7 +185,7 @@ def least_over_ranks(value: int) -> int:
 
 
 def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, pre_model_load_memory: int) -> Any:
-    """AROUND KVCacheConfigurator._resolve_memory_pool_config: capacity in host tokens, rows that fit the device."""
+    """AROUND KVCacheConfigurator._resolve_memory_pool_config: capacity in host tokens, and rows that fit the device."""
     if configurator.is_draft_worker:
         return original(configurator, pre_model_load_memory)
     config = rank_options(configurator.server_args)
@@ -198,14 +198,14 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
 
     arriving, beside = 0, ""
     if transfer.receives(configurator.server_args):
-        # Requests have rows while their KV arrives, besides those that run. The zone has room for the longest of them.
+        # Requests whose KV is arriving have rows, too. The zone has room for the longest of them.
         arriving = get_disagg().disaggregation_decode_extra_slots or 0
         zone = _zone_pages(configurator, capacity.plan_tokens(config, shape, available))
         available -= LandingZone.nbytes(shape, zone)
         beside = f", beside a landing zone of {LandingZone.nbytes(shape, zone) / GIB:.2f} GiB for {zone * PAGE} tokens"
 
-    # SGLang's own figure, profiled for a pool that holds all KV, is the number of tokens the device has room for.
-    # One row more than requests: row 0 is SGLang's padding.
+    # SGLang's own figure, for a pool that holds all KV, is the number of tokens that fit the device.
+    # Rows are one more than requests: row 0 is SGLang's padding.
     room, each = resolved.max_total_num_tokens, placement.slots
     if (maker := maker_of(configurator.device)) is None:
         if config.hot_tiles_gb > 0:
@@ -259,7 +259,7 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
 
 
 def _plan_states(configurator: Any, config: FluxionConfig, shape: KVShape, available: int) -> int:
-    """Tell SGLang how many states there are, unless the operator has said it; the bytes of all of them."""
+    """Tell SGLang the number of states, unless the operator sets it. Returns the bytes of all states."""
     if not served_models.has_states(configurator.model_config):
         return 0
     each = configurator.mambaish_config.mamba2_cache_params.mamba_cache_per_req
@@ -276,7 +276,7 @@ def _plan_states(configurator: Any, config: FluxionConfig, shape: KVShape, avail
 
 
 def _zone_pages(configurator: Any, tokens: int) -> int:
-    """Of a landing zone for the longest request, if the host pool has `tokens`."""
+    """Pages of a landing zone for the longest request, if the host pool has `tokens`."""
     return -(-min(configurator.model_config.context_len, tokens) // PAGE)
 
 
@@ -288,7 +288,7 @@ def build_token_to_kv_pool(original: Callable[..., Any], configurator: Any, **kw
     pool = FluxionKVPool(
         _shape(configurator, config),
         kwargs["sizes"].max_total_num_tokens,
-        # Row 0 is SGLang's padding row; it exists so that padded batches have somewhere harmless to write.
+        # Row 0 is SGLang's padding row, to which padded batches write.
         rows=kwargs["req_to_token_pool"].req_to_token.shape[0],
         config=config,
         device=str(configurator.device),
@@ -304,22 +304,22 @@ def build_token_to_kv_pool(original: Callable[..., Any], configurator: Any, **kw
 
 
 def _begin_sizing(configurator: Any) -> None:
-    """From here to `_end_sizing` no other server of this machine measures its memory (`sizing.py`).
+    """Until `_end_sizing`, keep other servers of this machine from measuring memory (`sizing.py`).
 
-    The ranks of a server measure together, in the turn of the first one on each host. Replicas of data parallelism know
-    nothing of one another: those after the first do not wait.
+    The ranks of a server measure together, in the turn of the first one on each host. Replicas of data parallelism are
+    independent processes; those after the first do not wait.
     """
     if capacity.rank_on_host(configurator.server_args) == 0:
         _turn.wait()
-    least_over_ranks(0)  # all have waited
+    least_over_ranks(0)  # a barrier: the first rank has its turn
 
 
 def _end_sizing() -> None:
-    least_over_ranks(0)  # all have their memory
+    least_over_ranks(0)  # a barrier: all ranks have their memory
     _turn.end()
 
 
 def enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-    """AROUND models.utils.enable_fused_set_kv_buffer: a rope kernel must not write KV by logical slot into our pool."""
+    """AROUND models.utils.enable_fused_set_kv_buffer: keep rope kernels from writing our KV by logical slot."""
     pool = get_token_to_kv_pool()
     return False if isinstance(pool, FluxionKVPool) else original(*args, **kwargs)

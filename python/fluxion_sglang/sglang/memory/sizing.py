@@ -1,7 +1,7 @@
-"""Servers of one machine size their host pools one after another.
+"""Makes the servers of one machine size their host pools one after another.
 
-A pool takes a share of the memory that is free. Two servers that measure at once would both count what only one of them
-can have. So a server measures in its turn, and the next one's turn comes when the pool has its memory.
+A pool takes a share of the free memory, and two servers that measure at once would count the same memory twice. So each
+server waits for its turn, which ends when its pool has its memory.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 300.0
-"""How long a server waits for its turn: a stuck one must not keep others from starting."""
+"""Longest wait for a turn, so that a stuck server does not block others."""
 
 _POLL_S = 0.05
 
 
 def turn_file() -> Path:
-    """The file whose lock is the turn, for all users who have the folder of temporary files in common."""
+    """The lock file of the turn, shared by all users with the same folder of temporary files."""
     return Path(tempfile.gettempdir()) / "fluxion-sizing.lock"
 
 
@@ -30,8 +30,8 @@ class Turn:
     """A server's turn, from `wait` to `end`, or to the end of the process.
 
     Attributes:
-        held: it has come. It has not where other servers took longer than the patience, or where the file cannot be
-            used: then the server measures without it.
+        held: whether this process has the turn. If another server takes too long, or the file cannot be used, the
+            server measures without it.
     """
 
     def __init__(self, path: Path | None = None, patience_s: float = PATIENCE_S) -> None:
@@ -67,7 +67,7 @@ class Turn:
         self._file = file
 
     def end(self) -> None:
-        """The next one's turn; for one that never came, nothing."""
+        """Pass the turn on, if it is held."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
@@ -77,7 +77,7 @@ class Turn:
 
 
 def _opened(path: Path) -> int:
-    """The file may be another user's: reading it is enough for a lock."""
+    """Open the lock file, which another user may own: read access is enough for a lock."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
         try:

@@ -1,8 +1,8 @@
-"""Prefill on another server: KV arrives by SGLang's transfer backends, and goes into the host pool.
+"""Prefill on another server: KV arrives through SGLang's transfer backends and is appended to the host pool.
 
-The prefill server is SGLang without the flag. It writes where the decode server says, in pages as SGLang lays them
-out, so that is said of the landing zone (`kv/landing.py`), whose page numbers have nothing to do with the host pool's.
-When a request's KV is there, it is appended to the host pool, before the request is in a batch or in the radix tree.
+The prefill server is SGLang without the flag. It writes pages in SGLang's layout, so the decode server gives it pages
+of the landing zone (`kv/landing.py`), numbered independently of the host pool's. When a request's KV has arrived, it is
+appended to the host pool, before the request is in a batch or in the radix tree.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ else:
 logger = logging.getLogger(__name__)
 
 _zone: LandingZone | None = None
-"""This process's."""
+"""This process's landing zone."""
 
 
 def receives(server_args: Any) -> bool:
-    """Whether prompts are prefilled by another server."""
+    """Whether another server prefills prompts."""
     return bool(server_args.disaggregation_mode == "decode")
 
 
 def install(zone: LandingZone) -> None:
-    """Have KV arrive in `zone`. Raises CompatError where this SGLang lacks what that takes."""
+    """Let KV arrive in `zone`. Raises CompatError if this SGLang lacks a required name."""
     global _zone
     compat.check(compat.TRANSFER_NEEDS)
-    _zone = zone  # which the hooks count on
+    _zone = zone  # must be set before the hooks run
     hooking.put_in(HOOKS)
     hooking.assert_applied(HOOKS)
 
@@ -56,12 +56,11 @@ def _here() -> LandingZone:
 
 
 class Landing(Receiver):
-    """What a backend's receiver does otherwise (`landing`): the prefill server is to write into the landing zone, once
-    there is room.
+    """Changes a backend's receiver (`landing`): the prefill server writes into the landing zone, once there is room.
 
-    A receiver's run is given back by its last `clear`. SGLang calls that when the prefill server has acknowledged that
-    it writes no more, or after its time-out (SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT). Before it,
-    `failure_exception` clears as well, when the prefill server does not know yet.
+    The last `clear` frees a receiver's run. SGLang calls it when the prefill server has acknowledged that it writes no
+    more, or after a time-out (SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT). `failure_exception` also calls
+    `clear`, before the acknowledgement; that call does not free the run.
     """
 
     run = Run(0, 0)
@@ -79,7 +78,7 @@ class Landing(Receiver):
     def _ask(self) -> None:
         if self._held is None or self.conclude_state is not None:
             return
-        if time.monotonic() - self._since > self.kv_mgr.waiting_timeout:  # the prefill server has given it up
+        if time.monotonic() - self._since > self.kv_mgr.waiting_timeout:  # the prefill server has given up
             return self._refuse("Other requests had the room in which its KV would have arrived for too long.")
         try:
             run = _here().ask(self, self._pages) if self._pages else Run(0, 0)
@@ -98,7 +97,7 @@ class Landing(Receiver):
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
 
     def _leave_line(self) -> None:
-        """Of a request that has no run: nobody knows of pages that it could write into."""
+        """Stop waiting for a run. The prefill server does not know any pages yet, so it cannot write."""
         if self._held is not None:
             self._held = None
             _here().leave(self)
@@ -115,7 +114,7 @@ class Landing(Receiver):
 
     def abort(self) -> None:
         if self._held is not None:
-            # What is in the transfer queue waits for an acknowledgement, which is asked for only if this is said.
+            # The transfer queue waits for an acknowledgement, which SGLang requests only after this call.
             self.ensure_abort_notified(force_arm=True)
             self._leave_line()
         super().abort()
@@ -137,21 +136,21 @@ class Landing(Receiver):
 
 @cache
 def landing(receiver: type) -> type:
-    """A backend's receiver that lands."""
+    """A subclass of a backend's receiver that uses the landing zone."""
     return type(f"Landing{receiver.__name__}", (Landing, receiver), {})
 
 
 def get_kv_class(original: Callable[..., type | None], transfer_backend: Any, class_type: Any) -> type | None:
-    """AROUND disaggregation.utils.get_kv_class: receivers that land. The fake one moves nothing."""
+    """AROUND disaggregation.utils.get_kv_class: return landing receivers, but for the fake one, which moves no data."""
     found = original(transfer_backend, class_type)
     lands = class_type.name == "RECEIVER" and transfer_backend.name != "FAKE"
     return landing(found) if lands and found is not None else found
 
 
 def commit(original: Callable[..., None], queue: Any, decode_req: Any) -> None:
-    """AROUND DecodeTransferQueue._commit_transfer_to_req: what has arrived goes into the host pool first.
+    """AROUND DecodeTransferQueue._commit_transfer_to_req: first append the arrived KV to the host pool.
 
-    If that fails on any rank, the request ends on all of them, and the server goes on.
+    If that fails on any rank, the request ends on all of them, and the server continues.
     """
     request = decode_req.req
     found = Failures(None, {})
@@ -172,12 +171,12 @@ def commit(original: Callable[..., None], queue: Any, decode_req: Any) -> None:
 
 
 def _land(scheduler: Any, receiver: Any, request: Any) -> None:
-    """The request's tokens that were sent are its last ones; those before them its pages have already."""
+    """Append the arrived tokens. They are the request's last ones; its pages already have the earlier tokens."""
     pool = scheduler.tp_worker.model_runner.token_to_kv_pool
     stop, row = request.kv.kv_committed_len, request.kv.req_pool_idx
     pages = page_table(scheduler.req_to_token_pool.req_to_token, torch.tensor([row]), stop)[0]
     run = getattr(receiver, "run", None)
-    if run is None:  # a request of SGLang's own, whose KV nobody computes
+    if run is None:  # SGLang's own warm-up request, without KV
         shape, start = pool.host.shape, request.kv.cache_protected_len
         nothing = torch.zeros(stop - start, shape.kv_heads, shape.head_dim, dtype=shape.dtype)
         for layer in range(pool.layer_num):

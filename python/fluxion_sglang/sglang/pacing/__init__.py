@@ -1,4 +1,4 @@
-"""Keeps long prompts from blocking other requests: sizes prefill passes by time and runs short prompts first.
+"""Keeps long prompts from blocking other requests: limits prefill passes by time and runs short prompts first.
 
-`times` predicts what a pass takes, `order` says which prompt is next, `pacer` sets SGLang's scheduler accordingly.
+`times` predicts the time of a pass, `order` chooses the next prompt, `pacer` applies both to SGLang's scheduler.
 """

@@ -1,12 +1,12 @@
-"""Sizes the prefill passes of SGLang's scheduler by time, and chooses their prompts.
+"""Limits the prefill passes of SGLang's scheduler by time, and chooses their prompts.
 
-While other prompts wait, a pass takes at most `prefill_pass_ms`, and `ALONE` times as long where a prompt is alone.
-Beside requests that decode, a stream waits at most that long and two decode steps for its next token. The requests that
-decode ride along in the pass (SGLang's mixed chunks), which reads the weights once for both; where SGLang does not mix,
-a decode step follows each pass.
+While other prompts wait, a pass takes at most `prefill_pass_ms`; a lone prompt's pass takes up to `ALONE` times as
+long. While other requests decode, a stream waits for its next token at most that long plus two decode steps. Decoding
+requests ride along in the pass (SGLang's mixed chunks), which reads the weights once for both. Without mixing, a decode
+step follows each pass.
 
-SGLang computes one unfinished prompt at a time to its end. Here a shorter one shares its passes, or takes its place:
-the longer one goes back into the queue, and finds what it has computed in the radix tree.
+SGLang computes one unfinished prompt at a time to its end. Here a shorter prompt shares its passes, or takes its place:
+then the longer one returns to the queue, and its computed part is a cache hit later.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from fluxion_sglang.sglang.pacing.order import Turns, rest, share
 from fluxion_sglang.sglang.pacing.times import PassTimes
 
 ALONE: Final = 8
-"""Factor on the target time while no other request decodes or waits. A request that arrives then waits longer; SGLang's
-/health answers in 2 s as long as a pass takes less."""
+"""Factor on the target time while no other request decodes or waits. A request that arrives then waits longer. SGLang's
+/health answers within 2 s as long as a pass takes less."""
 STEPS: Final = 10
-"""Limit of a lone prompt's pass, as a multiple of the fastest decode step; the larger of this and `ALONE` holds. Passes
-and steps read all weights, and a pass of few tokens does little else."""
+"""Time of a lone prompt's pass as a multiple of the fastest decode step; the larger of this and `ALONE` holds. Passes
+and steps read all weights, so a pass of few tokens is inefficient."""
 AIM: Final = 0.9
-"""What passes aim at, as a part of the longest time that a stream is to wait: predictions err by about the rest."""
+"""Fraction of the longest wait of a stream that passes aim at; the rest covers errors of the prediction."""
 HELD_UP: Final = 3
-"""Limit of a measured decode step, as a multiple of the mean before it: a pause is not a step."""
+"""Cap of a measured decode step, as a multiple of the mean, so that a pause does not count as a step."""
 LOOK_S: Final = 0.5
-"""How often SGLang looks whether a client has hung up; its default is 4 s."""
+"""Interval of SGLang's checks for disconnected clients, in seconds; its default is 4 s."""
 LOOKED_AT: Final = 128
-"""Prompts of the queue that are looked up in the radix tree in each pass, as SGLang's own policies do it."""
+"""Queued prompts that are looked up in the radix tree before each pass, as in SGLang's own policies."""
 
 
 class Pacer:
-    """The passes of one scheduler.
+    """Plans the passes of one scheduler.
 
     Args:
         target: seconds of a pass while others decode or wait.
-        most: tokens of a pass at most, SGLang's chunked_prefill_size.
-        ranks: the group that computes passes together, for CPU tensors; None: this process alone. Clocks differ, so
-            the first rank's says how large a pass is.
+        most: most tokens of a pass, SGLang's chunked_prefill_size.
+        ranks: the group of ranks that compute passes together, for CPU tensors; None: this process alone. Clocks
+            differ, so rank 0 decides the size of a pass.
     """
 
     def __init__(self, scheduler: Any, target: float, most: int, ranks: dist.ProcessGroup | None) -> None:
@@ -60,7 +60,7 @@ class Pacer:
         """Seconds of a decode step, a running mean."""
         self._fastest_step = 0.0
         self._ended: float | None = None
-        """When the pass before ended, of those that follow one another. None: the scheduler was idle."""
+        """End of the previous pass in an uninterrupted sequence. None: the scheduler was idle."""
         self._mixes = bool(scheduler.spec_algorithm.is_none())
         sign = 1 if scheduler.schedule_low_priority_values_first else -1
         prioritized = scheduler.enable_priority_scheduling
@@ -68,31 +68,31 @@ class Pacer:
         self._numbers = count()
         self._arrivals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.orders = scheduler.policy.policy.value == "fcfs"
-        """Whether prompts are in the order of this class; another schedule policy keeps its own."""
+        """Whether this class orders prompts; with another schedule policy, SGLang's order holds."""
         self._oldest: Any | None = None
         self._first: Any | None = None
-        """The oldest prompt where the next pass is its turn."""
+        """The oldest prompt, if the next pass is its turn."""
         self._budget = most
         self._slots = 0
-        """How many prompts could be admitted beside the requests that decode, the prompt under way included."""
+        """Prompts that can be admitted beside the decoding requests, the prompt under way included."""
         self._parked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """Tokens that were computed of a prompt when it was last put back."""
+        """Tokens of a prompt that were computed when it last returned to the queue."""
 
     @property
     def _scheduler(self) -> Any:
         return self._of()
 
     def _arrival(self, request: Any) -> int:
-        """A request's number, in the order in which prompts were first seen here."""
+        """A request's number, in the order in which this class first saw prompts."""
         if request not in self._arrivals:
             self._arrivals[request] = next(self._numbers)
         return self._arrivals[request]
 
-    # --- what a pass took ---
+    # --- measurement ---
 
     def measure(self, batch: Any, began: float, ended: float) -> None:
-        """Record a pass of this batch. What the scheduler does between two passes counts as part of the second, up to
-        the time of the second itself: a scheduler that was paused was not working.
+        """Record a pass of this batch. The scheduler's work between two passes counts as part of the second, up to the
+        second's own time; a longer gap is a pause.
 
         Args:
             began, ended: by `time.perf_counter`.
@@ -125,7 +125,7 @@ class Pacer:
         prompts = self._prompts()
         if not prompts and running.is_empty():
             self._ended = None
-        # A prompt whose grammar is ready by now comes into the queue inside `original`.
+        # A prompt whose grammar has become ready joins the queue inside `original`.
         coming = prompts or scheduler.grammar_manager.has_waiting_grammars()
         if not coming or suspects.on_trial is not None or self._closed(running):
             return original(running)
@@ -143,10 +143,10 @@ class Pacer:
             self.sort(scheduler.waiting_queue)
         self._budget = self._tokens(decoding, prompts)
         if scheduler.chunked_req is not None:
-            # The answers of others have grown since this prompt was admitted, perhaps by more than SGLang reserved.
+            # Other answers have grown since this prompt was admitted, perhaps by more than SGLang reserved.
             room = self._free(running) // self._page * self._page
             if room <= 0 and decoding:
-                return NextBatchPlan(batch_to_run=None, running_batch=running)  # they end, or are retracted
+                return NextBatchPlan(batch_to_run=None, running_batch=running)  # running requests end or are retracted
             if room <= 0 and _parkable(scheduler):
                 self._park()
             self._budget = max(min(self._budget, room), self._page)
@@ -154,7 +154,7 @@ class Pacer:
             if self._gives_way(running):
                 self._park()
             elif self._first is scheduler.waiting_queue[0]:
-                self._first = None  # its turn comes later; meanwhile others share the passes
+                self._first = None  # its turn comes later; until then others share the passes
             self.sort(scheduler.waiting_queue)
         before = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk
         riders = len(running.reqs) if self._mixes else 0
@@ -171,12 +171,12 @@ class Pacer:
         return plan
 
     def sort(self, waiting: list[Any]) -> None:
-        """Put the queue in order; also after SchedulePolicy.calc_priority, which sorts by arrival."""
+        """Sort the queue. Also called after SchedulePolicy.calc_priority, which sorts by arrival."""
         if self.orders and len(waiting) > 1:
             self._turns.sort(waiting, self._first)
 
     def limit(self, waiting: list[Any], budget: int) -> int | None:
-        """Tokens of the prompt under way, if shorter ones share its pass; None: as many as there is room for."""
+        """Tokens of the prompt under way if shorter prompts share its pass; None: all that fit."""
         room = share(budget, self._page)
         taken, under_way = 0, self._scheduler.chunked_req
         for request in waiting if self._slots > 1 else ():
@@ -187,14 +187,14 @@ class Pacer:
         return (budget - taken) // self._page * self._page if taken else None
 
     def fits_beside(self, request: Any, adder: Any) -> bool:
-        """Whether a prompt may share a pass of the one under way. It is computed whole, because SGLang keeps track of
-        one unfinished prompt. It leaves room for the rest of the other one, for which SGLang reserves nothing."""
+        """Whether a prompt may share a pass with the prompt under way. It must be computed whole, because SGLang tracks
+        one unfinished prompt. It must leave room for the rest of the other, for which SGLang reserves nothing."""
         under_way = self._scheduler.chunked_req
         tokens = len(request.full_untruncated_fill_ids) - request.prefix_len - request.host_hit_length
         if adder.ceil_paged_tokens(tokens) > adder.rem_chunk_tokens:
             return False
         if (request.input_embeds is None) != (under_way.input_embeds is None):
-            return False  # a batch has embeddings of all its tokens, or of none
+            return False  # a batch has embeddings of all its tokens or of none
         later = len(under_way.full_untruncated_fill_ids) - under_way.extend_end + self._answer(under_way)
         return bool(tokens + request.host_hit_length + self._answer(request) + later < adder.rem_total_tokens)
 
@@ -206,7 +206,7 @@ class Pacer:
         return min(left, CLIP_MAX_NEW_TOKENS) + self._page
 
     def _closed(self, running: Any) -> bool:
-        """Whether no prompt can be admitted; SGLang looks at none then."""
+        """Whether no prompt can be admitted; then SGLang does not look at the queue."""
         scheduler = self._scheduler
         return bool(
             running.batch_is_full
@@ -216,7 +216,7 @@ class Pacer:
         )
 
     def _forget_lost_results(self) -> None:
-        """A parked prompt expects the result of its last chunk, which a failure of that pass has dropped."""
+        """Clear the pending chunk of parked prompts whose last pass failed: its result was dropped and never comes."""
         expecting = [each for each in self._scheduler.waiting_queue if each in self._parked] if self._parked else []
         if not expecting:
             return
@@ -230,18 +230,18 @@ class Pacer:
         return [*self._scheduler.waiting_queue, *([] if under_way is None else [under_way])]
 
     def _look_up(self) -> None:
-        """Have `rest` tell what is to be computed of the prompts that wait."""
+        """Update the cache hits of waiting prompts, on which `rest` depends."""
         from sglang.srt.mem_cache.common import match_kv_cache
 
         scheduler = self._scheduler
-        # The tree evicts first what was touched first: the head of the queue is touched last.
+        # In reverse, because the tree evicts the least recently touched first; the head of the queue is touched last.
         for request in reversed(scheduler.waiting_queue[:LOOKED_AT]):
             match_kv_cache(request, scheduler.tree_cache)
         if (request := scheduler.chunked_req) is not None:
             request.num_matched_prefix_tokens = request.prefix_len
 
     def _tokens(self, decoding: bool, prompts: list[Any]) -> int:
-        """Of the next pass. All ranks get the same."""
+        """Tokens of the next pass, the same on all ranks."""
         under_way = self._scheduler.chunked_req
         first = prompts[0].num_matched_prefix_tokens if prompts else 0
         start = under_way.prefix_len if under_way is not None else first
@@ -260,8 +260,8 @@ class Pacer:
         return int(agreed)
 
     def _gives_way(self, running: Any) -> bool:
-        """Whether the prompt under way goes back into the queue, because another one that does not fit beside it comes
-        before it."""
+        """Whether the prompt under way must return to the queue, because a prompt that does not fit beside it comes
+        first."""
         scheduler, under_way = self._scheduler, self._scheduler.chunked_req
         if running.batch_is_full or self._slots < 2 or not _parkable(scheduler):
             return False
@@ -277,23 +277,23 @@ class Pacer:
         return self._has_room(first, running)
 
     def _free(self, running: Any) -> int:
-        """Tokens that the prompt under way can have, beside a page for each request that decodes."""
+        """Free tokens for the prompt under way, with a page reserved for each decoding request."""
         scheduler = self._scheduler
         free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
         return int(free) - self._page * len(running.reqs)
 
     def _has_room(self, request: Any, running: Any) -> bool:
-        """Whether a request can be admitted without what the prompt under way has computed. What the tree has of the
-        request is not free."""
+        """Whether a request can be admitted while the computed part of the prompt under way stays in the tree. The
+        request's own cache hit is not free."""
         scheduler = self._scheduler
         free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
         answers = sum(self._answer(each) for each in (request, *running.reqs) if not each.finished())
         return rest(request) + request.host_hit_length + answers + self._page <= free - request.prefix_len
 
     def _park(self) -> None:
-        """Put the prompt under way back into the queue. The tree has its whole pages.
+        """Return the prompt under way to the queue. The tree has its whole pages.
 
-        With overlapped schedules the result of its last chunk is still to come, and counts down what is kept here.
+        With overlapped schedules the result of its last chunk is still pending, and decrements the counter kept here.
         """
         from sglang.srt.mem_cache.common import match_kv_cache, release_kv_cache
 
@@ -302,7 +302,7 @@ class Pacer:
         self._parked[request] = request.prefix_len
         kept = request.inflight_middle_chunks, request.retraction_count, request.is_retracted
         release_kv_cache(request, scheduler.tree_cache, checkpoint=False)
-        request.reset_for_retract()  # retracted_stain stays: SGLang counts the cached tokens of a request once
+        request.reset_for_retract()  # keeps retracted_stain: SGLang counts the cached tokens of a request once
         request.inflight_middle_chunks, request.retraction_count, request.is_retracted = kept
         scheduler.chunked_req = None
         scheduler.waiting_queue.append(request)
@@ -311,12 +311,12 @@ class Pacer:
 
 
 def _attended(start: int, count: int) -> float:
-    """The sum, over `count` tokens after `start`, of the tokens before each."""
+    """The sum, over `count` tokens after `start`, of the number of tokens before each."""
     return count * (start + count / 2)
 
 
 def _parkable(scheduler: Any) -> bool:
-    """Whether the radix tree has all that was computed of the prompt under way."""
+    """Whether the radix tree can hold all computed tokens of the prompt under way."""
     request = scheduler.chunked_req
     return not (
         scheduler.tree_cache.disable
@@ -332,11 +332,11 @@ def _parkable(scheduler: Any) -> bool:
 
 
 class _Process:
-    """What hooks know that are not told of a scheduler. A process has one scheduler; tests make several in turn.
+    """State for hooks that do not receive a scheduler. A process has one scheduler; tests make several in turn.
 
     Attributes:
         pacer: of the scheduler that last looked for prompts; None: it has none.
-        planning: that scheduler is looking for prompts.
+        planning: whether that scheduler is looking for prompts now.
     """
 
     def __init__(self) -> None:
@@ -351,7 +351,7 @@ class _Process:
 
     @property
     def planner(self) -> Pacer | None:
-        """The pacer that is looking for prompts, if they are chosen by it."""
+        """The pacer that chooses prompts now, or None."""
         return self.pacer if self.planning and suspects.on_trial is None else None
 
 
@@ -403,7 +403,7 @@ def calc_priority(original: Callable[..., Any], policy: Any, waiting: list[Any],
 def shortest_prefill_chunk_limit(
     original: Callable[..., Any], policy: Any, chunked_req: Any, waiting_queue: list[Any], budget: int, page_size: int
 ) -> Any:
-    """AROUND SchedulePolicy.shortest_prefill_chunk_limit, which SGLang asks with every policy."""
+    """AROUND SchedulePolicy.shortest_prefill_chunk_limit, which SGLang calls with every policy."""
     if (pacer := _here.planner) is not None and pacer.orders:
         return pacer.limit(waiting_queue, budget)
     return original(policy, chunked_req, waiting_queue, budget, page_size)
@@ -412,7 +412,7 @@ def shortest_prefill_chunk_limit(
 def add_one_req(
     original: Callable[..., Any], adder: Any, req: Any, has_chunked_req: bool, truncation_align_size: int | None
 ) -> Any:
-    """AROUND PrefillAdder.add_one_req: what shares a pass with an unfinished prompt must fit beside it."""
+    """AROUND PrefillAdder.add_one_req: a prompt that shares a pass with an unfinished one must fit beside it."""
     if has_chunked_req and (pacer := _here.planner) is not None and pacer.orders:
         from sglang.srt.managers.schedule_policy import AddReqResult
 
@@ -422,8 +422,8 @@ def add_one_req(
 
 
 def process_pending_chunked_abort(original: Callable[..., None], scheduler: Any) -> None:
-    """AROUND Scheduler.process_pending_chunked_abort: where the client of the prompt under way has hung up, the tree
-    keeps the whole pages that were computed. It may ask again."""
+    """AROUND Scheduler.process_pending_chunked_abort: if the client of the prompt under way disconnects, keep the
+    computed whole pages in the tree, because the client may ask again."""
     request = scheduler.chunked_req
     if (
         _here.pacer is not None
@@ -437,8 +437,7 @@ def process_pending_chunked_abort(original: Callable[..., None], scheduler: Any)
 
 
 async def handle_loop(original: Callable[..., Any], manager: Any) -> None:
-    """AROUND TokenizerManager.handle_loop: SGLang looks more often whether the client of a request without a stream has
-    hung up."""
+    """AROUND TokenizerManager.handle_loop: check disconnects of requests without a stream more often."""
     from sglang.srt.managers import tokenizer_manager
 
     from fluxion_sglang.sglang.start.options import options_of
@@ -452,7 +451,7 @@ async def handle_loop(original: Callable[..., Any], manager: Any) -> None:
 def forward_batch_generation(
     original: Callable[..., Any], worker: Any, batch: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND TpModelWorker.forward_batch_generation: measures the pass, which a CPU has computed when it returns."""
+    """AROUND TpModelWorker.forward_batch_generation: measure the pass. On a CPU the call returns after it."""
     pacer = _here.pacer
     if pacer is None or batch is None:
         return original(worker, batch, *args, **kwargs)

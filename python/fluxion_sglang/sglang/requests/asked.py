@@ -1,5 +1,5 @@
-"""Which policy a request may name. What can be said without the model is said where a prompt is tokenized, so that a
-wrong spec costs nobody a pass; the rest by the scheduler's process (`requests.py`)."""
+"""Checks the policy that a request names. Checks without the model run in the process that tokenizes prompts, so a
+wrong spec costs no forward pass; the others run in the scheduler's process (`requests.py`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.policy import AUTO, Policy, check_spec
 
 _SHOWN = 60
-"""Characters of a wrong value that the answer repeats."""
+"""Characters of a wrong value that the error message repeats."""
 
 _AUTO_IS = ("full", "fluxion")
-"""What the server's policy may be under `auto`: which one, only the scheduler's process knows."""
+"""Possible policies of the server under `auto`; only the scheduler's process knows which one it is."""
 
 
 def check(params: object, config: FluxionConfig) -> None:
-    """Refuse what no server with these options takes.
+    """Refuse a policy that no server with these options takes.
 
     Args:
         params: the request's sampling_params as the client sent them.
@@ -39,7 +39,7 @@ def check(params: object, config: FluxionConfig) -> None:
         policy = check_spec(spec)
     except ValueError:
         raise
-    except Exception:  # of another package; the scheduler's process contains it, and says so
+    except Exception:  # raised by another package; the scheduler's process contains and reports it
         return
     if policy is not None:
         check_yardstick(policy, config.audit is not None)
@@ -47,17 +47,17 @@ def check(params: object, config: FluxionConfig) -> None:
 
 
 def text_of(spec: Any) -> str:
-    """Raises ValueError where it is no string."""
+    """Return `spec`; raises ValueError if it is no string."""
     if isinstance(spec, str):
         return spec
-    # A list or an object may be of any size, and what it takes to write it down is what all requests wait for.
+    # A list or an object may be huge, and all requests would wait until it is formatted.
     shown = "a JSON list" if isinstance(spec, list) else "a JSON object" if isinstance(spec, dict) else ""
     shown = shown or json.dumps(spec, default=repr)[:_SHOWN]
     raise ValueError(f'{wishes.POLICY} is {shown}, but it takes a policy spec in a string, such as "fixed:16:0.05".')
 
 
 def check_allowed(spec: str, allowed: bool | Collection[str]) -> None:
-    """Raises ValueError for a spec, not the server's own, that its option request_policies does not allow."""
+    """Raise ValueError if request_policies forbids a spec that is not the server's own."""
     if not allowed:
         raise ValueError(
             f"{wishes.POLICY} is not taken by this server, where all requests follow one policy; leave it out."
@@ -69,7 +69,7 @@ def check_allowed(spec: str, allowed: bool | Collection[str]) -> None:
 
 
 def check_yardstick(policy: Policy, audited: bool) -> None:
-    """Raises ValueError for a policy, not the server's own, that reads everything to decide, on a server without the
+    """Raise ValueError for a policy, not the server's own, that reads every key to decide, unless the server has the
     option audit."""
     if policy.yardstick and not audited:
         raise ValueError(
@@ -79,7 +79,7 @@ def check_yardstick(policy: Policy, audited: bool) -> None:
 
 
 def check_sketches(policy: Policy, sketched: bool) -> None:
-    """Raises ValueError for a policy that needs sketches on a server without them."""
+    """Raise ValueError for a policy that needs sketches on a server without them."""
     if policy.sketches and not sketched:
         raise ValueError(
             f"{wishes.POLICY} {policy.spec!r} is not taken by this server, because it keeps no sketches of keys; use "

@@ -1,4 +1,4 @@
-"""Which predictor a server has: the one that `predictor` names, or the one in the model's folder, or none."""
+"""Finds a server's predictor: the one that the option `predictor` names, the one in the model's folder, or none."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLDER = "fluxion"
-"""Where a model's folder keeps its predictor."""
+"""The predictor's folder inside a model's folder."""
 
 
 def identity(options: FluxionConfig, runner: ModelRunner) -> Identity:
-    """What a predictor was trained for, as this server serves it. A collective of a pipeline's stages."""
+    """The identity that a predictor must have to fit this server. A collective of the pipeline's stages."""
     config = runner.model_config
     text = config.hf_text_config
     rope = getattr(text, "rope_parameters", None) or {}
@@ -50,10 +50,10 @@ def identity(options: FluxionConfig, runner: ModelRunner) -> Identity:
 
 
 def norms(model: torch.nn.Module) -> dict[str, bytes]:
-    """The norm weights of the layers that this process has, rounded to bfloat16, by name.
+    """The norm weights of this process's layers, rounded to bfloat16, by name.
 
-    Training changes them all, every tensor-parallel rank has them whole, and they survive a cast or the quantisation of
-    the matrices. Norms of queries and keys are left out, because some models divide them among ranks.
+    They identify a model: training changes them all, every tensor-parallel rank has them whole, and casts and quantised
+    matrices keep them. Norms of queries and keys are left out, because some models divide them among ranks.
     """
     return {
         name: weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
@@ -63,7 +63,7 @@ def norms(model: torch.nn.Module) -> dict[str, bytes]:
 
 
 def fingerprint(weights: Mapping[str, bytes]) -> str:
-    """Of a whole model's weights, by which one is told from another."""
+    """Fingerprint of a whole model's weights."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(name.encode())
@@ -72,7 +72,7 @@ def fingerprint(weights: Mapping[str, bytes]) -> str:
 
 
 def _of_all_stages(weights: dict[str, bytes]) -> dict[str, bytes]:
-    """The weights of every stage of the pipeline; a layer has its name in the whole model on each."""
+    """The weights of every stage of the pipeline; layers have their names in the whole model on each."""
     parallel = get_parallel()
     if parallel.pp_size == 1:
         return weights
@@ -82,14 +82,14 @@ def _of_all_stages(weights: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def context(config: FluxionConfig, runner: ModelRunner) -> Context:
-    """What specs refer to on this server; predictors are loaded when first asked for, each trained tau once.
+    """The context of specs on this server. Predictors are loaded on first use, each trained tau once.
 
-    A client may write one tau in any number of ways (0.05, 0.050000001, ...), so what is kept goes by the trained one.
+    A client may write one tau in many ways (0.05, 0.050000001, ...), so the cache is keyed by the trained tau.
     """
 
     served = cache(partial(identity, config, runner))
     if get_parallel().pp_size > 1:
-        served()  # now, while every stage does: requests come to them at different times
+        served()  # collective: must run now on every stage, because requests reach the stages at different times
 
     @cache
     def loaded(key: str | None) -> LoadedPredictor:
@@ -108,11 +108,11 @@ def context(config: FluxionConfig, runner: ModelRunner) -> Context:
 
 
 def server_policy(config: FluxionConfig, context: Context) -> Policy:
-    """The policy of requests that have none of their own.
+    """The default policy of requests.
 
     Raises:
-        PredictorError: the policy, or the option predictor, asks for one that is not there or does not fit; or one that
-            fits cannot be used.
+        PredictorError: the policy, or the option predictor, needs a predictor that is missing or does not fit; or a
+            predictor that fits cannot be loaded.
     """
     if config.policy != AUTO:
         policy = parse_spec(config.policy, context)
@@ -122,8 +122,8 @@ def server_policy(config: FluxionConfig, context: Context) -> Policy:
     try:
         policy = parse_spec("fluxion", context)
     except DoesNotFit as error:
-        # A predictor that somebody named must fit; one that merely lies there need not. But one that fits must load:
-        # anything else wrong with it ends the start.
+        # An explicitly named predictor must fit; one found in the model's folder need not. But one that fits must load:
+        # any other error ends the start.
         if config.predictor is not None:
             raise
         logger.info(
@@ -140,7 +140,7 @@ def server_policy(config: FluxionConfig, context: Context) -> Policy:
 
 
 def check_ranks(policy: Policy, config: FluxionConfig, runner: ModelRunner) -> None:
-    """Refuse ranks that would decide differently, because their machines do not have the same predictor. A collective.
+    """Refuse ranks that would decide differently because their machines have different predictors. A collective.
 
     Raises:
         ConfigError: on every rank, one sentence.
@@ -162,13 +162,13 @@ def check_ranks(policy: Policy, config: FluxionConfig, runner: ModelRunner) -> N
 
 
 def _say_what_is_unused(config: FluxionConfig, policy: Policy) -> None:
-    """A line in the log where the server's policy does not look at the option predictor."""
+    """Log a warning if the server's policy does not use the option predictor."""
     if config.predictor is not None and not policy.predicts:
         who = "only requests that bring a policy of their own do" if config.request_policies else "nothing here does"
         logger.warning("Fluxion: policy %s does not use the option predictor; %s", config.policy, who)
 
 
 def folder_of(config: FluxionConfig, runner: Any) -> Path | None:
-    """The predictor's, if there is one."""
+    """The predictor's folder, or None."""
     folder = Path(runner.server_args.model_path) / FOLDER
     return config.path("predictor") or (folder if (folder / JSON_NAME).is_file() else None)

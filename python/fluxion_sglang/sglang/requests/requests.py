@@ -1,7 +1,7 @@
-"""A policy of a request's own (`wishes.POLICY`).
+"""Policies of single requests (`wishes.POLICY`).
 
-The policies of a pass are read off its batch, and nothing else of SGLang is touched. A request whose spec is not legal
-is ended, and it alone.
+The policies of a pass are read from its batch; SGLang's own state does not change. A request with an illegal spec is
+ended; the others of the batch continue.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _PARSED_SPECS = 64
 
 
 class _Approximates:
-    """A request whose policy is not exact. Its truth is whether the request has KV that the policy computed, because it
-    is SGLang's `skip_radix_cache_insert` of such a request.
+    """A request whose policy is not exact. SGLang reads it as the request's `skip_radix_cache_insert`: it is true if
+    the request has KV that the policy approximated.
 
-    The request keeps its policy to its end: another instance would know nothing of it, and answer otherwise.
+    The object keeps the request's policy to its end: a new instance would lack its state, and answer differently.
 
-    SGLang asks for the truth just before it puts something in. A flag that is set when a pass begins would be wrong
-    twice: with overlap scheduling the first decode step runs before the prompt has gone into the tree, and no pass need
-    follow the one whose token is the last.
+    SGLang reads the flag just before an insertion. A flag set at the start of a pass would be wrong in two cases. With
+    overlap scheduling the first decode step runs before the prompt is inserted, and after the last token there is no
+    further pass.
     """
 
     def __init__(self, request: Any, policy: Policy) -> None:
@@ -46,35 +46,34 @@ class _Approximates:
         request = self._request()
         if self._inherits or request is None or len(request.output_ids) > 1:
             return True
-        # The prompt goes in with its first token. But a request that ends with that token is asked once, and a decode
-        # step in flight may have added the token's KV by then.
+        # The prompt is inserted with its first token. But a request that ends with that token is asked only once, and a
+        # decode step in flight may have added the token's KV by then.
         return self.decoding and bool(request.finished())
 
 
 class RequestPolicies:
-    """The policies of the requests of the pass at hand.
+    """The policies of the requests of the current pass.
 
-    The radix tree gets exact KV alone: of a request under a policy that is not exact the prompt, whose prefill is, and
-    not what it decodes. So what one policy approximates is no other request's prefix, and `full` is full attention.
+    Only exact KV is inserted into the radix tree. If a request's policy is not exact, its prompt is inserted, because
+    prefill is exact, but not its decoded tokens. So no request reuses approximated KV, and `full` is full attention.
 
     Args:
-        server: the policy of requests that name none.
-        allowed: whether a request may name another one, or the specs that it may name; one that names another is ended.
-        context: what specs refer to.
-        yardsticks: whether a request may name one that reads everything to decide; all requests of its batches wait
-            for it.
+        server: the default policy of requests.
+        allowed: whether a request may name another policy, or the specs that it may name. Others end the request.
+        context: resolves predictors.
+        yardsticks: whether a request may name a policy that reads every key to decide; its whole batch waits for that.
         sketched: whether the host pool has sketches of keys.
-        check: raises ValueError for what a request of so many prompt tokens may not have recorded.
-        one: requests may name policies as ever, and all follow the server's.
+        check: check(wishes, prompt tokens) raises ValueError for illegal recording wishes.
+        one: specs of requests are checked, but all requests follow the server's policy.
         canary: whether a request may ask for a check of the whole host pool.
-        mixes: requests that decode in a prefill of others follow their policies there, too (`Device.mixes`).
+        mixes: decode steps that ride in a prefill pass follow their policies, too (`Device.mixes`).
 
     Attributes:
-        current: one policy a request of the batch; None outside a pass, and where all follow the server's.
-        riding: indices of the requests of the batch that decode in a prefill of others (a mixed chunk).
-        checks: indices of those that ask for a check of the whole host pool.
-        refused: requests that named no legal policy.
-        recorded: what a request of the batch wants recorded of it (`training/recorder.py`), or None.
+        current: one policy per request of the batch; None outside a pass, and if all follow the server's.
+        riding: batch indices of requests that decode in a prefill pass of others (a mixed chunk).
+        checks: batch indices of requests that ask for a check of the whole host pool.
+        refused: number of requests that named no legal policy.
+        recorded: for each request of the batch, its recording wishes (`training/recorder.py`) or None.
     """
 
     def __init__(
@@ -99,25 +98,25 @@ class RequestPolicies:
         self.riding: Collection[int] = ()
         self.checks: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
-        # Specs that failed are not kept: what they lack may be there the next time.
+        # Failed specs are not cached: what they lack may exist the next time.
         self._parse = lru_cache(_PARSED_SPECS)(partial(_made, context=context))
         self._check, self._one, self._canary = check, one, canary
         self._approximating: weakref.WeakKeyDictionary[Any, _Approximates] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._swept: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._ending = server if server.exact else parse_spec("full")  # of requests that are to end
-        legal()  # reads every policy's module now: no request is to wait for it when a client's spec is wrong
+        self._ending = server if server.exact else parse_spec("full")  # for requests that are ending
+        legal()  # imports every policy's module now, so that a wrong spec of a client does not delay requests
 
     @contextmanager
     def of(self, requests: Sequence[Any], decoding: bool, riding: Sequence[Any] = ()) -> Iterator[dict[int, str]]:
-        """Make the policies of `requests` (SGLang's) current, and end those that have no legal one.
+        """Make the policies of `requests` (SGLang's) current, and end those without a legal one.
 
         Args:
             decoding: the pass is a decode step; any other is exact.
-            riding: those of `requests` that decode in a pass that is none.
+            riding: those of `requests` that decode in a prefill pass.
 
         Yields:
-            The requests that were ended for it, by their place, each with the reason.
+            The reasons of the requests that were ended here, by batch index.
         """
         before = [request.to_finish for request in requests]
         ids = {id(request) for request in riding}
@@ -142,48 +141,48 @@ class RequestPolicies:
     def _policy(self, request: Any, decoding: bool) -> Policy:
         try:
             return self._policy_of(request, decoding)
-        except Exception as error:  # of a policy; the scheduler would end with it
+        except Exception as error:  # raised by a policy; uncontained, it would end the scheduler
             logger.exception("Fluxion: the policy of a request failed, and the request is ended")
             sentence = f"the policy of this request failed ({_said(error)}); use another one."
             end_request(request, sentence, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
             if (kept := self._approximating.get(request)) is not None:
-                kept.policy = self._ending  # it is not asked again
+                kept.policy = self._ending  # the failed policy is not asked again
             return self._ending
 
     def _policy_of(self, request: Any, decoding: bool) -> Policy:
         kept = self._approximating.get(request)
         if kept is None:
-            if request.to_finish is not None:  # it is seen in each pass until it has ended
+            if request.to_finish is not None:  # it is in every pass until it has ended
                 return self._ending
             try:
                 policy = self._wanted(request)
             except ValueError as error:
                 self.refused += 1
                 end_request(request, str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")
-                return self._ending  # for what is already under way
+                return self._ending  # for work that is already in flight
             if policy.exact:
                 return policy
             kept = self._approximating[request] = _Approximates(request, policy)
-            if not request.skip_radix_cache_insert:  # SGLang itself keeps some requests out of it
+            if not request.skip_radix_cache_insert:  # SGLang keeps some requests out itself
                 keep_out_of_tree(request, kept)
         if decoding:
             kept.decoding = True
-            # In the request's own words: a session's next turn is asked for the same ones.
+            # Store the spec as the request gives it, because the session's next turn is compared with the same form.
             sessions.approximated(request, str(wishes.spec_of(request, self.server.spec)), self.server.spec)
         return kept.policy
 
     def _recorded(self, request: Any) -> Mapping[str, Any] | None:
-        """What a request wants recorded; None: nothing, or it is ended for it."""
+        """A request's recording wishes; None: there are none, or they are illegal and the request is ended."""
         wish = wishes.of(request).get(wishes.RECORD)
         if wish is None or request.to_finish is not None:
             return None
-        if request not in self._checked:  # once: a prompt comes in chunks
+        if request not in self._checked:  # checked once, although a prompt comes in chunks
             try:
                 self._check(wish, len(request.origin_input_ids))
             except ValueError as error:
                 end_request(request, str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")
                 return None
-            except Exception as error:  # the folder cannot be reached; the scheduler would end with it
+            except Exception as error:  # the folder cannot be reached; uncontained, it would end the scheduler
                 logger.exception("Fluxion: what a request wants recorded could not be looked at; it is ended")
                 sentence = f"{wishes.RECORD} cannot be done now ({_said(error)}); send the request without it."
                 end_request(request, sentence, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
@@ -192,7 +191,7 @@ class RequestPolicies:
         return wish if isinstance(wish, Mapping) else None
 
     def _wants_check(self, request: Any) -> bool:
-        """Whether a request has the whole host pool checked, once; it is ended where that cannot be."""
+        """Whether a request asks for a check of the whole host pool, once; ends the request if there is no canary."""
         if wishes.of(request).get(wishes.CHECK) is not True or request in self._swept:
             return False
         self._swept.add(request)
@@ -215,7 +214,7 @@ class RequestPolicies:
             return self.server
         asked.check_allowed(spec, self.allowed)
         if len(spec) > LONGEST:
-            check_spec(spec)  # refuses it; what is kept of others' specs stays
+            check_spec(spec)  # raises; keeps long specs out of the cache
         policy = self._parse(spec)
         asked.check_yardstick(policy, self.yardsticks)
         asked.check_sketches(policy, self.sketched)
@@ -223,10 +222,10 @@ class RequestPolicies:
 
 
 def _made(spec: str, context: Context) -> Policy:
-    """The policy of a spec.
+    """Build the policy of a spec.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it cannot be built.
     """
     try:
         return parse_spec(spec, context)
@@ -245,11 +244,11 @@ def _said(error: Exception) -> str:
 def forward_batch_generation(
     original: Callable[..., Any], worker: Any, batch: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND TpModelWorker.forward_batch_generation: run the pass with the policies that its requests ask for."""
+    """AROUND TpModelWorker.forward_batch_generation: run the pass with the policies of its requests."""
     policies = getattr(attention_of(worker.model_runner), "requests", None)
     if not isinstance(policies, RequestPolicies) or batch is None:
         return original(worker, batch, *args, **kwargs)
-    # Asked of the batch: by the time the backend sees a mixed pass, it is called an extend.
+    # Read from the batch, because the backend sees a mixed pass as an extend.
     riding = (batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else ()
     with policies.of(batch.reqs, batch.forward_mode.is_decode(), riding) as ended:
         for place, reason in ended.items():

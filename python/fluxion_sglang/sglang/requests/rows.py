@@ -1,7 +1,7 @@
-"""Rows of SGLang's request table that come free: the moment at which a request has ended, however it ended.
+"""Watches for freed rows of SGLang's request table, which mark the end of requests.
 
-A request that finishes, is aborted or retracted gives its row back; a flush gives all of them back. What is kept by row
-can go then, also on a server that has nothing more to do. No pass is under way at that time.
+A request that finishes, is aborted or retracted frees its row; a flush frees all rows. State kept by row is then
+dropped, also on an idle server. No pass runs at that time.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ Freed = Callable[[Iterable[int]], None]
 Flushed = Callable[[], None]
 
 _watchers: weakref.WeakKeyDictionary[Any, weakref.WeakMethod[Freed]] = weakref.WeakKeyDictionary()
-"""By request table."""
+"""Watchers by request table."""
 
 _flush_watchers: weakref.WeakKeyDictionary[Any, weakref.WeakMethod[Flushed]] = weakref.WeakKeyDictionary()
 
 
 def watch(table: Any, freed: Freed, flushed: Flushed | None = None) -> None:
-    """Have `freed`, a bound method, called with the rows of `table` (a ReqToTokenPool) that come free, and `flushed`,
-    another one, after a flush of all of them."""
+    """Call the bound method `freed` with the freed rows of `table` (a ReqToTokenPool), and the bound method `flushed`
+    after a flush of all rows."""
     _watchers[table] = weakref.WeakMethod(freed)
     if flushed is not None:
         _flush_watchers[table] = weakref.WeakMethod(flushed)
@@ -44,7 +44,7 @@ def clear(original: Callable[..., None], table: Any) -> None:
 
 
 def tell(table: Any, rows: Iterable[int]) -> None:
-    """These rows of `table` have come free."""
+    """Report freed rows of `table` to its watcher."""
     watcher = _watchers.get(table)
     freed = None if watcher is None else watcher()
     if freed is not None:

@@ -1,9 +1,9 @@
-"""Streaming sessions: a turn does not build on what an earlier one decoded under another sparse policy, and what a
-policy remembers of a turn goes with it.
+"""Streaming sessions: a turn does not reuse KV that an earlier turn decoded under another sparse policy, and a
+policy's state of a turn is dropped after it.
 
-Of other requests only exact KV goes into the radix tree (`requests.py`). A streaming session keeps its whole KV beside
-the tree. Where a turn was decoded by approximation and the next one wants another policy, the session's KV is dropped,
-and the turn prefills the conversation anew, exactly.
+For other requests, only exact KV goes into the radix tree (`requests.py`). A streaming session keeps its whole KV
+beside the tree. If a turn was decoded by approximation and the next turn names another policy, the session's KV is
+dropped, and the turn prefills the conversation again, exactly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fluxion_sglang.wishes import spec_of
 
 
 class _Approximated(NamedTuple):
-    """Specs: of the policy that decoded some of a session's KV, and of the server's policy."""
+    """The specs of the policy that decoded part of a session's KV, and of the server's policy."""
 
     spec: str
     server: str
@@ -27,23 +27,23 @@ _sessions: weakref.WeakKeyDictionary[Any, _Approximated] = weakref.WeakKeyDictio
 
 
 def approximated(request: Any, spec: str, server: str) -> None:
-    """The request decodes under the policy `spec`, which is not exact; `server`: the spec of the server's policy."""
+    """Note that the request decodes under the inexact policy `spec`; `server` is the spec of the server's policy."""
     session = getattr(request, "session", None)
     if session is not None and session.streaming:
         _sessions[session] = _Approximated(spec, server)
 
 
 def is_approximated(request: Any) -> bool:
-    """Whether a turn begins with KV that an earlier one of its session approximated."""
+    """Whether a turn begins with KV that an earlier turn of its session approximated."""
     return getattr(request, "session", None) in _sessions
 
 
 def try_match_prefix(original: Callable[..., Any], sessions: Any, params: Any) -> Any:
-    """AROUND StreamingSession.try_match_prefix: what the session has is not there for a turn under another policy."""
+    """AROUND StreamingSession.try_match_prefix: hide a session's KV from a turn under another policy."""
     request = params.req
     session: Any = getattr(request, "session", None)
     written = None if session is None else _sessions.get(session)
-    # A turn that is to end already leaves the session to the next one.
+    # A turn that is already ending leaves the session's KV to the next one.
     if written is not None and request.to_finish is None and spec_of(request, written.server) != written.spec:
         del _sessions[session]
         sessions.release_session(session.session_id)

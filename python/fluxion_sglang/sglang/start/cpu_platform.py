@@ -1,7 +1,7 @@
 """SGLang's device on a machine without an accelerator.
 
-SGLang's own CPU engine needs kernels that PyPI does not have. An out-of-tree platform takes the portable way
-through all of it: `forward_native` for every layer, the torch allocators, gloo between ranks.
+SGLang's own CPU engine needs kernels that PyPI does not have. An out-of-tree platform selects the portable code paths:
+`forward_native` for every layer, the torch allocators, gloo between ranks.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 
-# The mixin first: it overrides what SRTPlatform leaves open.
+# The mixin comes first, because it implements abstract methods of SRTPlatform.
 class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """The CPU, on what PyTorch alone offers. Serves any model, with Fluxion or without."""
+    """The CPU with PyTorch alone. Serves any model, with or without Fluxion."""
 
     _enum = PlatformEnum.OOT
     device_name = device_type = "cpu"
     capabilities = PlatformCapabilities()
     keeps_states = False
-    """Whether SGLang may keep states of prefixes: with the flag (`steps/states.py`)."""
+    """Whether SGLang may keep states of prefixes; set with the flag (`steps/states.py`)."""
 
     def get_device(self, device_id: int | None = 0) -> str:
-        # The mixin returns a torch.device, but SGLang takes this for the default of --device: a string.
+        # The mixin returns a torch.device, but SGLang needs a string as the default of --device.
         return "cpu"
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
     def get_quantization_config(self, quantization: str) -> type | None:
-        """With the flag alone: SGLang has kernels for GGUF files on GPUs alone."""
+        """Only with the flag: SGLang has kernels for GGUF files only on GPUs."""
         from fluxion_sglang.sglang import hooking
 
         if quantization != "gguf" or not hooking.enabled_here():
@@ -42,7 +42,7 @@ class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return GgufConfig
 
     def get_speculative_worker_cls(self, algorithm: str) -> type | None:
-        """With the flag alone: SGLang's own attention backends have no trees of tokens on a CPU."""
+        """Only with the flag: SGLang's own attention backends cannot verify trees of tokens on a CPU."""
         from fluxion_sglang.sglang import hooking
 
         if not hooking.enabled_here():

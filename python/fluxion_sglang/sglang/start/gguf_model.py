@@ -1,7 +1,7 @@
-"""A model in one GGUF file: which files are served, and the configuration and tokenizer that SGLang reads.
+"""Prepares a model in one GGUF file: checks that it is served, and makes configuration and tokenizer for SGLang.
 
 SGLang lets transformers make both from the file in each process. That takes minutes for a large vocabulary, and loses
-what llama.cpp derives from the architecture's name. Here both are made once, in a folder of the cache with a link to
+settings that llama.cpp derives from the architecture's name. Here both are made once, in a cache folder with a link to
 the GGUF file. A file of the same name beside the GGUF file takes precedence.
 """
 
@@ -46,14 +46,14 @@ _AFTER = {
     "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
 }
 _ROUTED = {name: ours for name, ours in _LAYER.items() if not ours.startswith("mlp.")} | {
-    # The experts are one tensor in the file: SGLang's name of the first one's weight stands for all of them.
+    # The experts are one tensor in the file, mapped to SGLang's name of the first expert's weight.
     ROUTER: "mlp.gate.weight",
     "ffn_gate_exps.weight": "mlp.experts.0.gate_proj.weight",
     "ffn_up_exps.weight": "mlp.experts.0.up_proj.weight",
     "ffn_down_exps.weight": "mlp.experts.0.down_proj.weight",
 }
 _ARCHITECTURES = {
-    # By general.architecture: the class, transformers' model_type, and the tensors of a layer.
+    # By general.architecture: SGLang's class, transformers' model_type, and the tensors of a layer.
     "llama": ("LlamaForCausalLM", "llama", _LAYER),
     "qwen2": ("Qwen2ForCausalLM", "qwen2", _LAYER | _BIASES),
     "qwen3": ("Qwen3ForCausalLM", "qwen3", _LAYER | _HEAD_NORMS),
@@ -67,7 +67,7 @@ _INSTEAD = "give another GGUF file of it, or the model in bfloat16"
 
 
 def names_of(header: Header) -> dict[str, str]:
-    """The names of a served model's tensors in SGLang, by their names in the file; the head only if it has one."""
+    """SGLang's names of a served model's tensors, by their names in the file; the head only if there is one."""
     *_, layer = _ARCHITECTURES[header.architecture]
     names = {EMBEDDING: "model.embed_tokens.weight", _NORM: "model.norm.weight"}
     if HEAD in header.tensors:
@@ -78,16 +78,16 @@ def names_of(header: Header) -> dict[str, str]:
 
 
 def is_tied(header: Header) -> bool:
-    """Whether the embedding makes the logits as well."""
+    """Whether the embedding also makes the logits."""
     return HEAD not in header.tensors
 
 
 def load(header: Header, name: str) -> torch.Tensor:
-    """A tensor, or its blocks, as SGLang's model has it. This undoes what llama.cpp's converter does: it reorders the
-    rows of queries and keys of a llama, and adds 1 to the weights of Gemma's norms.
+    """A tensor, or its blocks, in the layout of SGLang's model. It undoes changes by llama.cpp's converter, which
+    reorders the rows of queries and keys of a llama, and adds 1 to the weights of Gemma's norms.
 
     Returns:
-        [outputs, inputs], or [outputs, bytes] of blocks; one expert's outputs follow another's.
+        [outputs, inputs], or [outputs, bytes] of blocks. Outputs of experts are concatenated.
     """
     stored = header.read(name)
     if stored.dim() == 3:
@@ -105,7 +105,7 @@ def load(header: Header, name: str) -> torch.Tensor:
 
 
 def check(path: Path, args: Any = None) -> Header:
-    """Refuse files that are not served; return the header of one that is. Raises ConfigError.
+    """Return the header of a file that is served. Raises ConfigError for others.
 
     Args:
         args: SGLang's resolving view; None: do not check options.
@@ -199,11 +199,11 @@ _OPTIONAL = (
     "attention.sliding_window_pattern",
 )
 _REAL = ("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.factor")
-"""These are no sizes."""
+"""Keys with real values; the others are positive integers."""
 
 
 def _other_shapes(header: Header) -> tuple[str, str] | None:
-    """A layer whose inputs are other ones than it is given would fail at the first request."""
+    """Check the shapes of all tensors, because a layer with wrong inputs would fail only at the first request."""
     config = config_of(header)
     size, hidden, inner = config["head_dim"], config["hidden_size"], config["intermediate_size"]
     queries, keys = size * config["num_attention_heads"], size * config["num_key_value_heads"]
@@ -272,7 +272,7 @@ def _numbers(header: Header) -> dict[str, str]:
 
 
 def config_of(header: Header) -> dict[str, Any]:
-    """The model's configuration, as transformers has it."""
+    """The model's configuration in transformers' form."""
     class_name, model_type, _ = _ARCHITECTURES[header.architecture]
     config = {name: header.value(key) for name, key in _numbers(header).items()}
     heads, size = config["hidden_size"] // config["num_attention_heads"], _head_size(header)
@@ -289,7 +289,7 @@ def config_of(header: Header) -> dict[str, Any]:
     ends = [header.values.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
     config |= {name: token for name, token in tokens.items() if token is not None}
     config["eos_token_id"] = sorted({token for token in ends if token is not None}) or None
-    if header.architecture == _MIXTURE:  # as llama.cpp: weights of the chosen experts add up to 1
+    if header.architecture == _MIXTURE:  # as in llama.cpp: weights of the selected experts are normalized to 1
         config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     if header.architecture == "gemma3":
         layers, window = config["num_hidden_layers"], header.value("attention.sliding_window_pattern", 6)
@@ -297,7 +297,7 @@ def config_of(header: Header) -> dict[str, Any]:
         config |= {
             "sliding_window": header.value("attention.sliding_window"),
             "layer_types": kinds,
-            "query_pre_attn_scalar": heads if layers == 62 else size,  # as llama.cpp: the 27B alone differs
+            "query_pre_attn_scalar": heads if layers == 62 else size,  # as in llama.cpp: only the 27B differs
         }
     return config
 
@@ -308,7 +308,7 @@ def _head_size(header: Header) -> int:
 
 
 def _rope(header: Header) -> dict[str, Any] | None:
-    """Its rope_parameters; None if the file scales positions in a way that is not known."""
+    """The model's rope_parameters; None if the file scales positions in an unknown way."""
     theta = header.value("rope.freq_base", 10000.0)
     scaling: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     kind = header.value("rope.scaling.type", "none")
@@ -328,7 +328,7 @@ def _rope(header: Header) -> dict[str, Any] | None:
 
 
 def _llama3(header: Header, theta: float) -> dict[str, Any] | None:
-    """Llama 3's scaling, from the divisors of frequencies in the file; None if they are of another scaling."""
+    """Llama 3's scaling, derived from the file's frequency divisors; None if they belong to another scaling."""
     stored = header.tensors[_ROPE]
     if stored.kind not in ggml.DENSE or stored.shape != (_head_size(header) // 2,) or stored.shape == (0,):
         return None
@@ -346,7 +346,7 @@ def _llama3(header: Header, theta: float) -> dict[str, Any] | None:
 
 
 def prepared(header: Header, tokenizer: bool) -> Path:
-    """A link to the file, in a folder with the files beside it that SGLang reads.
+    """A link to the file in a cache folder, which also has the other files that SGLang reads.
 
     Args:
         tokenizer: whether to make a tokenizer as well.
@@ -359,7 +359,7 @@ def prepared(header: Header, tokenizer: bool) -> Path:
     key = hashlib.sha256(f"{_VERSION} {header.path.absolute()} {real} {about.st_size} {about.st_mtime_ns}".encode())
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # such a user may be a container's
+    except RuntimeError:  # the user has no home, as in some containers
         raise ConfigError(
             f"--enable-fluxion cannot serve {header.path.name}, because its configuration needs a folder and this user "
             "has no home; set XDG_CACHE_HOME to a folder that can be written."
@@ -384,7 +384,7 @@ def prepared(header: Header, tokenizer: bool) -> Path:
     return folder / real.name
 
 
-_VERSION = 1  # of what is written to the folder
+_VERSION = 1  # version of the folder's contents
 _BESIDE = (
     *("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
@@ -393,16 +393,16 @@ _BESIDE = (
 
 
 def _link(target: Path, link: Path) -> None:
-    """Have it link to the target, whatever was there before: a file of ours, or a link to another one."""
+    """Create a link to the target, replacing an existing file or link."""
     if not (link.is_symlink() and link.readlink() == target):
-        with TemporaryDirectory(dir=link.parent) as new:  # another server may do the same
+        with TemporaryDirectory(dir=link.parent) as new:  # atomic, because another server may do the same
             (Path(new) / link.name).symlink_to(target)
             os.replace(Path(new) / link.name, link)
 
 
 def _write(folder: Path, write: Callable[[Path], object]) -> None:
-    """Write files that appear in the folder when they are whole. tokenizer_config.json appears last: `prepared` looks
-    for it."""
+    """Write files that appear in the folder when they are complete. tokenizer_config.json appears last, because
+    `prepared` tests for it."""
     with TemporaryDirectory(dir=folder) as new:
         write(Path(new))
         for file in sorted(Path(new).iterdir(), key=lambda file: file.name == "tokenizer_config.json"):
@@ -412,11 +412,11 @@ def _write(folder: Path, write: Callable[[Path], object]) -> None:
 def _save_tokenizer(header: Header, folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    with TemporaryDirectory(dir=folder.parent) as alone:  # transformers looks at other files of the folder first
+    with TemporaryDirectory(dir=folder.parent) as alone:  # transformers would prefer other files of the folder
         _link(header.path.resolve(), Path(alone) / "model.gguf")
         try:
             made = AutoTokenizer.from_pretrained(alone, gguf_file="model.gguf")
-        except Exception as error:  # whatever a converter meets in the file
+        except Exception as error:  # converters raise any exception
             said = " ".join(str(error).split())
             raise ConfigError(
                 f"transformers cannot make a tokenizer from {header.path.name} ({type(error).__name__}: {said}); "
@@ -427,7 +427,7 @@ def _save_tokenizer(header: Header, folder: Path) -> None:
 
 
 def _put_bos(tokenizer: Any, wanted: bool) -> None:
-    """Make the tokenizer begin each text with the bos token, if the file wants it."""
+    """Make the tokenizer begin each text with the bos token, if the file says so."""
     from tokenizers.processors import TemplateProcessing
 
     bos, number = tokenizer.bos_token, tokenizer.bos_token_id

@@ -1,9 +1,9 @@
 """Loads the language model of a vision-language checkpoint, without the vision tower.
 
-SGLang's classes for such checkpoints build the vision tower and number positions in three parts. Here SGLang reads the
-configuration of the language model, and loads that model's own class. `ConfigParser` gives the configuration (SGLang
-has a registry of parsers). A hook in the loader renames the weights and leaves the vision tower's out. In a text the
-three parts of a position are equal, and M-RoPE equals RoPE.
+SGLang's classes for such checkpoints build the vision tower and use positions with three components. Here SGLang reads
+only the language model's configuration, through `ConfigParser` and SGLang's registry of parsers, and loads that model's
+own class. A hook in the loader renames the weights and skips those of the vision tower. In a text the three components
+of a position are equal, so M-RoPE equals RoPE.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ CLASSES: Final = {
 
 
 def is_checkpoint(configuration: Mapping[str, Any]) -> bool:
-    """Whether a config.json is one of a checkpoint that `ConfigParser` reads."""
+    """Whether a config.json belongs to a checkpoint that `ConfigParser` reads."""
     return configuration.get("model_type") in WHOLE_TYPES
 
 
 @cache
 def register() -> None:
-    """Let SGLang find the parser, in this process."""
+    """Register the parser with SGLang in this process."""
     register_model_config_parser(PARSER)(ConfigParser)
 
 
@@ -72,7 +72,7 @@ class ConfigParser(ModelConfigParserBase):
 
         text = _language_model(HfModelConfigParser().parse(model, trust_remote_code, revision, **kwargs))
         if (names := _weight_names(model, revision)) is not None:
-            # transformers' class may have another default than the checkpoint. The names tell.
+            # The default of transformers' class may differ from the checkpoint; the names of the weights are reliable.
             text.tie_word_embeddings = not any("lm_head." in name for name in names)
         return text
 
@@ -104,7 +104,7 @@ def _language_model(whole: Any) -> Any:
 
 
 def _renamed_layers(quantisation: Any) -> Any:
-    """The checkpoint's quantization_config; its lists and keys name layers, here as the language model does."""
+    """The quantization_config with layer names of the language model, in its lists and keys."""
     if isinstance(quantisation, str):
         return _LAYER.sub("model.", quantisation).replace("language_model.lm_head", "lm_head")
     if isinstance(quantisation, list):
@@ -115,7 +115,7 @@ def _renamed_layers(quantisation: Any) -> Any:
 
 
 def _weight_names(model: Any, revision: str | None) -> Iterable[str] | None:
-    """The names of the checkpoint's weights; None: it has no safetensors. A single file is downloaded for them."""
+    """The names of the checkpoint's weights; None without safetensors. A single file is downloaded for them."""
     from transformers.utils import cached_file
 
     def found(name: str) -> str | None:
@@ -136,7 +136,7 @@ def _weight_names(model: Any, revision: str | None) -> Iterable[str] | None:
 
 
 def check_load_format(name: str) -> None:
-    """Refuse what loads weights past the hook below, or by other names. Raises ConfigError."""
+    """Refuse load formats that bypass the hook below or use other names. Raises ConfigError."""
     if name not in ("auto", "safetensors", "fastsafetensors", "pt", "layered", "dummy"):
         raise ConfigError(
             f"--enable-fluxion does not work with --load-format {name} here, because it serves the language model of "
@@ -145,12 +145,12 @@ def check_load_format(name: str) -> None:
 
 
 def overrides(given: str) -> str:
-    """SGLang's --json-model-override-args for the whole checkpoint as those for its language model."""
+    """Convert SGLang's --json-model-override-args for the whole checkpoint to those for its language model."""
     values = json.loads(given)
     return json.dumps(values | values.pop("text_config")) if isinstance(values.get("text_config"), dict) else given
 
 
-# --- Weights ---
+# --- weights ---
 
 _PREFIX = r"(?:model\.language_model|language_model\.model|model\.text_model)\."
 _LAYER = re.compile(_PREFIX)
@@ -159,28 +159,28 @@ _NAME = re.compile(
 )
 _FUSED_EXPERTS = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<what>gate_up_proj|down_proj)(?P<more>.*)")
 _VISION = re.compile(r"visual|vision|multi_modal_projector|connector")
-"""In the names of adapters (LoRA) of what is not loaded."""
+"""Matches names in adapters (LoRA) of parts that are not loaded."""
 
 
 def get_weights_iterator(original: Callable[..., Any], loader: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND DefaultModelLoader._get_weights_iterator: the language model's weights, by the names that its class has
-    for them."""
+    """AROUND DefaultModelLoader._get_weights_iterator: yield the language model's weights under the names of its
+    class."""
     from sglang.srt.runtime_context import get_model
 
     weights = original(loader, source, *args, **kwargs)
     if get_model().model_config_parser != PARSER:
         return weights
-    if source.model_config is None:  # SGLang looks for the layer's number in an adapter's names, and for nothing else
+    if source.model_config is None:  # an adapter: SGLang reads only the layer's number in its names
         return ((name, weight) for name, weight in weights if not _VISION.search(name))
     return renamed(weights, source.model_config.hf_text_config.hidden_size)
 
 
 def renamed(weights: Iterable[tuple[str, torch.Tensor]], hidden: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The language model's weights of a vision-language checkpoint.
+    """Iterate over the language model's weights of a vision-language checkpoint.
 
-    A file may have one tensor for all experts of a layer. Each expert then gets its weight [outputs, inputs]. The
-    tensor is [experts, outputs, inputs], or [experts, inputs, outputs] in older files; transformers tells them apart
-    by the dimensions, too.
+    A file may have one tensor for all experts of a layer; it is split into a weight [outputs, inputs] for each expert.
+    The tensor is [experts, outputs, inputs], or [experts, inputs, outputs] in older files. They are distinguished by
+    the dimensions, as in transformers.
 
     Args:
         hidden: elements of a hidden state.

@@ -1,4 +1,4 @@
-"""An engine of SGLang without a server: training and scoring ask it."""
+"""Starts an SGLang engine without a server, for training and scoring."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Final
 from fluxion_sglang import openmp
 
 CHUNK: Final = 4096
-"""Tokens of a prefill chunk, unless somebody says otherwise: bounds what its queries take, and on a CPU how long a pass
-is. SGLang would size it by the memory of a GPU."""
+"""Default tokens of a prefill chunk. It bounds the memory of its queries, and on a CPU the time of a pass. SGLang's
+default depends on the memory of a GPU."""
 
 
 def engine_options(
@@ -19,7 +19,7 @@ def engine_options(
     """Keyword arguments of `sglang.Engine`.
 
     Args:
-        device: None leaves it to SGLang.
+        device: None: SGLang chooses.
         config: the object of --fluxion-config; None leaves the flag out.
         more: further arguments.
     """
@@ -35,8 +35,8 @@ def engine_options(
 
 
 def start_engine(options: Mapping[str, Any]) -> Any:
-    """A running `sglang.Engine`, with the flag or without it."""
-    openmp.wait_passively()  # before torch is imported by the engine's processes; for plain SGLang too
+    """Start a `sglang.Engine`, with or without the flag."""
+    openmp.wait_passively()  # before the engine's processes import torch; also for plain SGLang
     import sglang
 
     return sglang.Engine(**options)

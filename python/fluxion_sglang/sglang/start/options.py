@@ -1,4 +1,4 @@
-"""--fluxion-config of a server: read and checked here, once a process, for whoever asks."""
+"""Parses and checks the --fluxion-config of a server, once a process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def options_of(server_args: Any, *, again: bool = False) -> FluxionConfig:
     """The options of a server, from ServerArgs or one of SGLang's views of them.
 
     Args:
-        again: read them again, because a new server begins: the file that the last one named may have changed.
+        again: read them again for a new server, because the file that they name may have changed.
 
     Raises:
-        ConfigError: one sentence that names the key and what it may be.
+        ConfigError: one sentence that names the key and its legal values.
     """
     if again:
         _read.cache_clear()
@@ -28,8 +28,8 @@ def options_of(server_args: Any, *, again: bool = False) -> FluxionConfig:
 def rank_options(server_args: Any) -> FluxionConfig:
     """The options of one rank.
 
-    `host_memory_gb` is for all ranks of the host together. `--max-total-tokens`, SGLang's own word for the capacity in
-    tokens, is the default of `host_tokens`.
+    `host_memory_gb` is for all ranks of the host together. `--max-total-tokens`, SGLang's own option for the capacity
+    in tokens, is the default of `host_tokens`.
     """
     config = options_of(server_args)
     if config.host_memory_gb is not None:

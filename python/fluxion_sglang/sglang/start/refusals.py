@@ -1,8 +1,8 @@
-"""What refuses to start says one line, whichever process it is in.
+"""Reports the refusal of a server to start as one line, from any of its processes.
 
-SGLang has a scheduler that fails log a traceback and kill the process that started it. Here the scheduler sends its
-sentence to the launcher and waits: as long as it lives, other ranks see no broken connection to log. The launcher ends
-all of them and raises the sentence.
+In SGLang a failing scheduler logs a traceback and kills the process that started it. Here the scheduler sends its
+sentence to the launcher and waits; while it lives, other ranks see no broken connection to log. The launcher ends all
+of them and raises the sentence.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fluxion_sglang.config import ConfigError
 from fluxion_sglang.sglang.memory import capacity
 
 _VARIABLE = "FLUXION_REFUSALS"
-"""Of the environment: where processes of this server send refusals."""
+"""Environment variable with the pipe to which processes of this server send refusals."""
 
 _PATIENCE_S = 60.0
-"""How long one that has sent its refusal waits for its end."""
+"""Seconds that a process waits for its end after it has sent a refusal."""
 
 _ends: tuple[int, int] | None = None
 """The launcher's pipe."""
@@ -35,7 +35,7 @@ def is_ours(error: BaseException) -> bool:
 
 
 def print_as_sentence(refusal: type[BaseException]) -> None:
-    """Should this refusal end the process, print its sentence without forty lines of traceback above it."""
+    """If this refusal ends the process, print its sentence without a traceback."""
     default = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -48,7 +48,7 @@ def print_as_sentence(refusal: type[BaseException]) -> None:
 
 
 def listen() -> None:
-    """Hear the refusals of processes that are started from here on."""
+    """Receive refusals from processes that are started from here on."""
     global _ends
     if _ends is None:
         _ends = os.pipe()
@@ -57,7 +57,7 @@ def listen() -> None:
 
 
 def make_scheduler(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """AROUND Scheduler.__init__. What it refuses the launcher says; anything else goes SGLang's way."""
+    """AROUND Scheduler.__init__: send refusals to the launcher; other errors are left to SGLang."""
     try:
         original(*args, **kwargs)
         capacity.set_lengths(args[0])
@@ -78,10 +78,10 @@ def _send(sentence: str) -> bool:
 
 
 def wait_for_schedulers(original: Callable[..., Any], readers: Sequence[Any], processes: Sequence[Any]) -> Any:
-    """AROUND _wait_for_scheduler_ready: until each scheduler has said that it is ready, or one is dead.
+    """AROUND _wait_for_scheduler_ready: wait until each scheduler is ready, or one is dead.
 
     Raises:
-        ConfigError: what one of them refused.
+        ConfigError: a refusal by one of them.
     """
     waiting = list(readers)
     dead = [process.sentinel for process in processes]
@@ -93,7 +93,7 @@ def wait_for_schedulers(original: Callable[..., Any], readers: Sequence[Any], pr
             sentence = os.read(_ends[0], 1 << 16).decode(errors="replace").partition("\n")[0]
             kill_process_tree(os.getpid(), include_parent=False)
             with suppress(BlockingIOError):
-                os.read(_ends[0], 1 << 16)  # what other ranks said in the meantime
+                os.read(_ends[0], 1 << 16)  # drop the refusals of other ranks
             print_as_sentence(ConfigError)
             raise ConfigError(sentence)
         if not set(dead).isdisjoint(ready):

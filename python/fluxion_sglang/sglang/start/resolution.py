@@ -1,4 +1,4 @@
-"""Fluxion's part in SGLang's resolution of options: refuse what cannot work, decide what follows."""
+"""Fluxion's part in SGLang's resolution of options: refuses illegal combinations and sets dependent options."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 _Step = Callable[[Any], None]
 
 _LORA = "torch_native"
-"""SGLang's backend for adapters that is PyTorch alone."""
+"""SGLang's LoRA backend in pure PyTorch."""
 
 WATCHDOG_S = 3600.0
-"""Seconds after which SGLang's watchdog ends a server on a CPU whose pass has not ended, unless somebody says
-otherwise. A pass late in a prompt of 131,072 tokens of an 8B takes two cores with AVX-512-BF16 eight minutes."""
+"""Default timeout of SGLang's watchdog on a CPU, in seconds. A late pass of 131,072 tokens of an 8B takes 8 minutes on
+2 AVX-512-BF16 cores."""
 
 
 def run(step: str, server_args: Any, previous: _Step) -> None:
-    """Run one step. What it refuses reaches a terminal as one sentence, and a caller as an exception."""
+    """Run one step. A refusal is one sentence in a terminal, and an exception for a caller."""
     try:
         _STEPS[step](server_args, previous)
     except Exception as error:
@@ -40,13 +40,13 @@ def run(step: str, server_args: Any, previous: _Step) -> None:
 
 
 def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
-    """The first step of ours: before anything follows from the options."""
+    """Our first step, before other options are derived."""
     if not server_args.enable_fluxion:
         given = (
             "--fluxion-config" if server_args.fluxion_config is not None else f"--quantization {compat.INT8_WEIGHTS}"
         )
         raise ConfigError(f"{given} has no effect without --enable-fluxion; add that option or leave this one out.")
-    compat.check(())  # the version alone: looking at every name imports most of SGLang, for seconds
+    compat.check(())  # only the version: checking all names imports most of SGLang, which takes seconds
     config = options_of(server_args, again=True)
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
@@ -59,7 +59,7 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
         logger.warning("Fluxion: %s.", slow)
     validation.check_config(config, view)
     compat.check()
-    # For the processes that will be spawned; they inherit these.
+    # Child processes inherit these settings.
     openmp.wait_passively()
     refusals.listen()
     if around := environment.bypass_proxies(*filter(None, [view.host])):
@@ -75,7 +75,7 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
         _serve_language_model(server_args, view)
     quantised = not from_gguf and served_models.check_quantised(view)
     if quantised and view.dtype == "auto":
-        # Its configuration names the type of its scales, float16 as a rule.
+        # The checkpoint's configuration gives the dtype of its scales, usually float16.
         declare_resolution(server_args, "fluxion", dtype="bfloat16")
     if view.device == "cpu" and (view.enable_lora or view.lora_paths):
         _compute_adapters(server_args, view)
@@ -83,7 +83,7 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
     validation.check_transfer(view, config)
     if config.disk is not None:
         compat.check(compat.DISK_NEEDS)
-        # SGLang reads the KV of prompts through the plug-in that its own options name (`disk.py`).
+        # SGLang loads the plug-in for KV of prompts that these options of its own name (`disk.py`).
         linker = {"linker": "DiskLinker", "linker_module_path": "fluxion_sglang.sglang.memory.disk"}
         declare_resolution(
             server_args,
@@ -93,10 +93,10 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
             unified_cache_external_linker_config=linker,
         )
     if view.disaggregation_mode == "decode" and view.disaggregation_decode_retraction_backup is None:
-        # SGLang's own choice needs the tiers of HiCache.
+        # SGLang's default needs the tiers of HiCache.
         declare_resolution(server_args, "fluxion", disaggregation_decode_retraction_backup="cpu_tensor")
     _narrow_drafts(server_args, view)
-    # One host pool has all layers: a cached prefix then serves those with a window, too.
+    # One host pool has all layers, so a cached prefix also serves layers with a window.
     declare_resolution(
         server_args,
         "fluxion",
@@ -107,7 +107,7 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
 
 
 def _prepare_gguf(server_args: Any, view: Any) -> bool:
-    """Have SGLang load a GGUF file from a folder with all that it reads beside it; whether the model is such a file.
+    """Let SGLang load a GGUF file from a folder with all files that it needs. Returns whether the model is a GGUF file.
     Raises ConfigError."""
     from sglang.srt.utils.hf_transformers_utils import check_gguf_file
 
@@ -125,7 +125,7 @@ def _prepare_gguf(server_args: Any, view: Any) -> bool:
 
 
 def _serve_language_model(server_args: Any, view: Any) -> None:
-    """Have SGLang load the language model of a vision-language checkpoint. Raises ConfigError."""
+    """Let SGLang load the language model of a vision-language checkpoint. Raises ConfigError."""
     if view.model_config_parser not in ("auto", "hf"):
         return
     if not language_model.is_checkpoint(served_models.configuration(view)):
@@ -151,7 +151,7 @@ def _serve_language_model(server_args: Any, view: Any) -> None:
 
 
 def _compute_adapters(server_args: Any, view: Any) -> None:
-    """LoRA by PyTorch: SGLang's other ways to compute adapters are kernels for GPUs. Raises ConfigError."""
+    """Compute LoRA with PyTorch, because SGLang's other backends need GPU kernels. Raises ConfigError."""
     if view.lora_backend not in (_LORA, _default(server_args, "lora_backend")):
         raise ConfigError(
             f"--enable-fluxion does not work with --lora-backend {view.lora_backend} on a CPU, because its kernels are "
@@ -163,7 +163,8 @@ def _compute_adapters(server_args: Any, view: Any) -> None:
 
 
 def _narrow_drafts(server_args: Any, view: Any) -> None:
-    """SGLang drafts by breadth only where a page is one token. Raises ConfigError where that was asked for."""
+    """Set the breadth of drafts to 1: SGLang needs pages of one token for more. ConfigError for an explicit other
+    one."""
     if view.speculative_algorithm is None:
         return
     from sglang.srt.arg_groups.overrides import declare_resolution
@@ -178,8 +179,7 @@ def _narrow_drafts(server_args: Any, view: Any) -> None:
 
 
 def _handle_cuda_graph_config(server_args: Any, previous: _Step) -> None:
-    """No graphs, unless asked for: decode calls the host. Before the memory heuristic, which reserves memory for
-    graphs."""
+    """Disable graphs by default, because decode calls the host. Precedes the memory heuristic, which counts graphs."""
     previous(server_args)
     if not server_args.enable_fluxion:
         return
@@ -194,7 +194,7 @@ def _handle_cuda_graph_config(server_args: Any, previous: _Step) -> None:
 
 
 def _handle_model_specific_adjustments(server_args: Any, previous: _Step) -> None:
-    """The model's configuration is read here; SGLang has settled where it comes from."""
+    """Check the model's configuration, whose source SGLang has resolved by now."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     model, view = model_config_of(server_args), resolving_view(server_args)
@@ -206,21 +206,21 @@ def _handle_model_specific_adjustments(server_args: Any, previous: _Step) -> Non
     if not served_models.is_gpt_oss(model):
         previous(server_args)
         return
-    # This step of SGLang's knows the backends that have this model's windows and sinks, and ours is not among them.
+    # This step of SGLang accepts only backends that it knows to support windows and sinks; ours is not among them.
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     dtype, runner = view.dtype, {} if view.moe_runner_backend != "auto" else {"moe_runner_backend": "triton"}
     declare_resolution(server_args, "fluxion", attention_backend="triton", **runner)
     previous(server_args)
-    # It also says bfloat16 for MXFP4, which only its own kernels need.
+    # It also sets bfloat16 for MXFP4, which only SGLang's own kernels need.
     declare_resolution(server_args, "fluxion", attention_backend=compat.BACKEND, dtype=dtype)
 
 
 def _keep_states(server_args: Any, model: Any, view: Any) -> None:
-    """Let SGLang keep states of prefixes: in float32, and in the model's type what a convolution keeps.
+    """Let SGLang keep states of prefixes, in float32; those of convolutions in the model's dtype.
 
     Raises:
-        ConfigError: the operator wants another type.
+        ConfigError: the operator asked for another type.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.platforms import current_platform
@@ -232,14 +232,14 @@ def _keep_states(server_args: Any, model: Any, view: Any) -> None:
         )
     declare_resolution(server_args, "fluxion", mamba_ssm_dtype="float32")
     current_platform.keeps_states = True
-    # For the processes that will be spawned as well.
+    # Also for child processes.
     os.environ["SGLANG_MAMBA_CONV_DTYPE"] = str(model.dtype).removeprefix("torch.")
 
 
 def _check_host_pool(model: Any, view: Any) -> None:
-    """Refuse a host pool that cannot fit before any process is started for it.
+    """Refuse a host pool that cannot fit, before any process is started.
 
-    The ranks size it again once the weights are loaded and less memory is left: what is refused here is refused there.
+    The ranks size it again after the weights are loaded, with less memory; a pool refused here would be refused there.
     """
     from fluxion_sglang.kv.host_pool import KVShape
 
@@ -256,7 +256,7 @@ def _check_host_pool(model: Any, view: Any) -> None:
 
 
 def _validate_deepep_v2_dispatch_token_budget(server_args: Any, previous: _Step) -> None:
-    """The last step: what models and other steps decided must still be what Fluxion can serve."""
+    """Our last step: check that the models' and other steps' decisions can be served."""
     previous(server_args)
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -274,12 +274,12 @@ _STEPS: dict[str, Callable[[Any, _Step], None]] = {
 
 
 def _make_time_for_passes(server_args: Any) -> None:
-    """A pass of a long prompt takes a CPU minutes, and SGLang's defaults are a GPU's. Here passes are shorter, so that
-    /health is answered between them, and the watchdog waits for them. What the operator says stays."""
+    """Adapt SGLang's defaults, which are for GPUs, to passes that take a CPU minutes: shorter passes, so that /health
+    is answered between them, and a longer watchdog timeout. Explicit options of the operator stay."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     view = resolving_view(server_args)
-    # SGLang takes the memory for a GPU's, and so up to 16,384 tokens into a pass.
+    # SGLang derives the chunk size from the memory as if it were a GPU's, up to 16,384 tokens.
     if server_args.chunked_prefill_size is None and (view.chunked_prefill_size or 0) > CHUNK:
         declare_resolution(server_args, "fluxion", chunked_prefill_size=CHUNK)
     if view.watchdog_timeout == _default(server_args, "watchdog_timeout"):

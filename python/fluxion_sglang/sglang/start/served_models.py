@@ -1,6 +1,6 @@
-"""Which models --enable-fluxion serves, and a refusal of others, one sentence each. docs/models.md has these tables.
+"""Tables of the models that --enable-fluxion serves, and of refusals, one sentence each. docs/models.md shows them.
 
-The refusals are applied where what they read is known: the model's configuration when it has been read, its attention
+A refusal is checked as soon as its input is known: the model's configuration when it has been read, the attention
 layers when they have been built.
 """
 
@@ -25,12 +25,12 @@ _OTHER_MODEL = "serve it without --enable-fluxion"
 
 
 class Family(NamedTuple):
-    """Models of a class of SGLang's that are tested.
+    """Tested models of one or more SGLang classes.
 
     Attributes:
-        name: as people know them. classes: SGLang's. tests: their names in test/models/zoo.py.
-        member: one of them, with its layers that have KV, KV heads and head dimension; "": none is named.
-        note: what a user has to know.
+        name: common names. classes: SGLang's classes. tests: names in test/models/zoo.py.
+        member: an example, with its number of layers with KV, KV heads and head dimension; "": none is named.
+        note: remarks for users.
     """
 
     name: str
@@ -187,7 +187,7 @@ SERVED = (
     Family("StableLM", ("StableLmForCausalLM",), ("stablelm",)),
     Family("GPT-2, OPT", ("GPT2LMHeadModel", "OPTForCausalLM"), ("gpt2", "opt")),
 )
-"""Small models of these with random weights give the tokens of plain SGLang or of transformers (test/models)."""
+"""Small random-weight models of these families give the same tokens as plain SGLang or transformers (test/models)."""
 
 # Limits of the kernels.
 HEAD_DIMS = range(32, 257, 16)
@@ -198,7 +198,7 @@ def _first(table: Sequence[Refusal], source: str, subject: Any, *args: Any) -> t
     """The reason of the first refusal of `subject`, and what to do instead.
 
     Raises:
-        CompatError: an attribute that the table reads does not exist in this SGLang; `source` says whose.
+        CompatError: the table reads an attribute that this SGLang lacks; `source` names its owner.
     """
     try:
         for refusal in table:
@@ -219,12 +219,12 @@ _WITH_STATES = frozenset({"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"})
 
 
 def has_states(model: ModelConfig) -> bool:
-    """Whether some of its layers keep a state a request, by the gated delta rule, and we have kernels for them."""
+    """Whether some layers keep a state per request (gated delta rule) for which Fluxion has kernels."""
     return not _WITH_STATES.isdisjoint(model.hf_config.architectures or ())
 
 
 def attention_layers(model: ModelConfig) -> Sequence[int]:
-    """The numbers of its layers with KV."""
+    """The indices of the model's layers with KV."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     hybrid = mambaish_config(model)
@@ -238,7 +238,7 @@ def _is_linear(model: ModelConfig, args: Any) -> bool:
 
 
 def _needs_more_than_states(model: ModelConfig, args: Any) -> bool:
-    """Whether it has layers with states and the server is to do what these do not go with."""
+    """Whether the model has layers with states and an option does not support them."""
     return has_states(model) and (
         args.speculative_algorithm is not None
         or args.disaggregation_mode != "null"
@@ -263,7 +263,7 @@ def _has_chunked_layers(model: ModelConfig, args: Any) -> bool:
 
 
 def _has_pools_by_layer(model: ModelConfig, args: Any) -> bool:
-    return bool(model.is_hybrid_swa)  # the option that our resolution sets has no say for this model
+    return bool(model.is_hybrid_swa)  # this model ignores the option that our resolution sets
 
 
 def is_gpt_oss(model: ModelConfig) -> bool:
@@ -284,7 +284,7 @@ def _whole_groups(q_heads: int, kv_heads: int) -> bool:
 
 
 def _groups_of_a_rank(model: ModelConfig, args: Any) -> bool:
-    # Attention data parallelism makes groups no larger than this.
+    # Attention data parallelism makes smaller groups at most.
     return _whole_groups(model.get_num_attention_heads(args.tp_size), model.get_num_kv_heads(args.tp_size))
 
 
@@ -374,14 +374,14 @@ def check_model(model: ModelConfig, args: Any) -> None:
 
 
 def check_quantised(args: Any) -> bool:
-    """Refuse weights of fewer bits where the CPU is the device and we do not load them: there SGLang has no kernels for
-    them, and says so in many ways, some after the weights are loaded. Raises ConfigError.
+    """Refuse quantised weights that Fluxion does not load, if the CPU is the device. SGLang has no CPU kernels for
+    them, and fails in many ways, sometimes after loading. Raises ConfigError.
 
     Args:
         args: SGLang's resolving view, before it has read the model's configuration.
 
     Returns:
-        Whether the checkpoint is quantised, and loaded by us.
+        Whether the checkpoint is quantised and loaded by Fluxion.
     """
     ours = args.quantization == compat.INT8_WEIGHTS
     if ours and args.device != "cpu":
@@ -416,7 +416,7 @@ def check_quantised(args: Any) -> bool:
 
 
 def _quantised(args: Any) -> str | None:
-    """How the weights of the checkpoint are, as far as an option or a file says."""
+    """The quantisation method of the checkpoint according to an option or its files; None: none is named."""
     if args.quantization not in (None, "unquant", compat.INT8_WEIGHTS):
         return str(args.quantization)
     if args.load_format in ("gguf", "bitsandbytes"):
@@ -426,7 +426,7 @@ def _quantised(args: Any) -> str | None:
 
 
 def configuration(args: Any) -> dict[str, Any]:
-    """The checkpoint's config.json; empty where it cannot be read: SGLang says what is wrong with it."""
+    """The checkpoint's config.json; {} if it cannot be read, which SGLang reports."""
     from transformers import PretrainedConfig
 
     try:
@@ -441,7 +441,7 @@ def _quantisation(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_stored(model: ModelConfig, config: FluxionConfig) -> None:
-    """Refuse to store in 8 bits what a model in float32 attends to, and to keep KV in files without its states. Raises
+    """Refuse int8 KV for a model that is not in bfloat16, and KV in files for a model with states. Raises
     ConfigError."""
     if config.disk is not None and has_states(model):
         raise ConfigError(
@@ -477,12 +477,12 @@ LAYERS = (
 def window_of(layer: RadixAttention) -> int | None:
     """Tokens that a token attends to in a sliding-window layer, itself included; None: all up to its own."""
     size = layer.sliding_window_size
-    # SGLang counts the tokens before a token's own; -1 is no window.
+    # SGLang's number excludes the token itself; -1 means no window.
     return None if size is None or size < 0 else int(size) + 1
 
 
 def check_recorded(config: FluxionConfig, layers: Sequence[RadixAttention], model: ModelConfig) -> None:
-    """Refuse to record what a predictor is trained on where it would be measured without part of the softmax.
+    """Refuse to record training samples for a predictor if they would be measured without part of the softmax.
 
     Raises:
         ConfigError: one sentence.
@@ -497,10 +497,10 @@ def check_recorded(config: FluxionConfig, layers: Sequence[RadixAttention], mode
 
 
 def check_windows(draft: int | None, layers: Sequence[RadixAttention]) -> None:
-    """Refuse drafts of more tokens than a layer's window. Raises ConfigError.
+    """Refuse drafts that are longer than a layer's window. Raises ConfigError.
 
     Args:
-        draft: tokens of a draft; None: there are none.
+        draft: tokens of a draft; None: there are no drafts.
     """
     least = min((window for layer in layers if (window := window_of(layer)) is not None), default=None)
     if draft is not None and least is not None and draft > least:
@@ -511,7 +511,7 @@ def check_windows(draft: int | None, layers: Sequence[RadixAttention]) -> None:
 
 
 def check_attention_layers(model: Any, beside_device: bool = False) -> Sequence[RadixAttention]:
-    """Refuse layers that are more than the model's configuration said; return all attention layers.
+    """Return all attention layers; refuse properties that the model's configuration does not show.
 
     Args:
         model: torch.nn.Module with at least one RadixAttention.
@@ -519,7 +519,7 @@ def check_attention_layers(model: Any, beside_device: bool = False) -> Sequence[
 
     Raises:
         ConfigError: the first reason.
-        CompatError: an attribute that the table reads does not exist in this SGLang.
+        CompatError: the table reads an attribute that this SGLang lacks.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 

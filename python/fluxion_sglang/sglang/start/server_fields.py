@@ -1,8 +1,7 @@
-"""The two options as true fields of SGLang's ServerArgs.
+"""Adds the two options as fields of SGLang's ServerArgs.
 
-SGLang assembles ServerArgs from namespace Structs when `sglang.srt.server_args` is imported. A Struct added
-before that is a namespace like SGLang's own: command line, `--config` YAML, `sgl.Engine(...)`, pickling to
-spawned processes.
+SGLang assembles ServerArgs from namespace Structs when `sglang.srt.server_args` is imported. A Struct added before
+that works like SGLang's own: command line, `--config` YAML, `sgl.Engine(...)`, pickling to spawned processes.
 """
 
 from __future__ import annotations
@@ -30,14 +29,13 @@ class Fluxion(msgspec.Struct):
         Optional[str],  # noqa: UP045
         Arg(
             help="Options of --enable-fluxion: a JSON object, or @file.json. All keys have defaults.",
-            # A YAML --config may hold the object itself; the merger hands it over as text.
+            # A YAML --config may contain the object itself; SGLang's merger passes it on as text.
             type_parser=str,
         ),
     ] = None
 
-    # Computed by SGLang once in every process that installs a configuration, before it builds a model runner.
-    # This is the first moment at which a process knows the flag, so it is where the hooks go in: without the
-    # flag, nothing does.
+    # SGLang computes this once in every process that installs a configuration, before it builds a model runner. It is
+    # the first moment at which a process knows the flag, so the hooks are installed here, and only with the flag.
     hooked = Derived(
         doc="Whether Fluxion's hooks are in this process.",
         fn="fluxion_sglang.sglang.plugin.install_if_enabled",
@@ -45,7 +43,7 @@ class Fluxion(msgspec.Struct):
 
 
 def install() -> None:
-    """Add the namespace; raises RuntimeError after `sglang.srt.server_args` was imported: too late."""
+    """Add the namespace. Raises RuntimeError if `sglang.srt.server_args` is already imported."""
     if "sglang.srt.server_args" in sys.modules:
         raise RuntimeError("sglang.srt.server_args was imported before the plug-in was activated")
     if getattr(fields.collect_input_fields, "_fluxion", False):
@@ -54,7 +52,7 @@ def install() -> None:
 
     @functools.wraps(original)
     def collect_input_fields(sources: list[type]) -> Any:
-        # The same list object becomes ServerArgs._NAMESPACES, so it is extended and not copied.
+        # Extend the list in place, because the same object becomes ServerArgs._NAMESPACES.
         if Fluxion not in sources:
             sources.append(Fluxion)
         return original(sources)

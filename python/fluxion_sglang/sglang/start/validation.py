@@ -1,5 +1,5 @@
-"""Which options --enable-fluxion refuses, one sentence each: before SGLang resolves anything, and once more on what it
-resolved. `served_models.py` has the models.
+"""Options that --enable-fluxion refuses, one sentence each. They are checked before SGLang resolves options, and again
+on the result. `served_models.py` has the refusals of models.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from fluxion_sglang.sglang import compat
 from fluxion_sglang.sglang.memory import capacity
 
 LARGEST_DRAFT = 64
-"""Tokens of a draft, of which a word's bits name each one's ancestors."""
+"""Most tokens of a draft; a 64-bit word has a bit for each ancestor."""
 
 NGRAM = "NGRAM"
-"""The one speculative algorithm that is served."""
+"""The speculative algorithm that is served."""
 
 
 class Refusal(NamedTuple):
-    """What --enable-fluxion does not go with: an option, a model, or an attention layer.
+    """An option, a model, or an attention layer that --enable-fluxion does not support.
 
     Attributes:
-        refused: whether the option's value, a ModelConfig (with a view of the options), or a layer is refused.
-        why: completes "because"; of a layer, "its attention layer". It may name {0.attributes} of model or layer.
-        instead: completes "; ": what to do. "": to leave the option out, or to serve the model without Fluxion.
+        refused: tests the option's value, a ModelConfig (with a view of the options), or a layer.
+        why: completes "because"; for a layer, "its attention layer". May contain {0.attributes} of model or layer.
+        instead: completes "; ": what to do. "": leave the option out, or serve the model without Fluxion.
     """
 
     refused: Callable[..., bool]
@@ -49,7 +49,7 @@ _OWN_ATTENTION = "it brings its own attention backend for prefill and decode"
 _WHOLE_REQUESTS = "every rank holds whole requests of its KV heads"
 _NO_DRAFT_MODEL = "it verifies drafts of SGLang's n-gram cache; a draft model would need a KV cache of its own"
 
-# Options that are refused wherever they are given, by the reason.
+# Options that are refused if they are given, grouped by the reason.
 _GIVEN = {
     "the host pool already holds all KV and the radix tree already indexes it": (
         *("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"),
@@ -108,12 +108,12 @@ OPTIONS = {
     "dcp_size": Refusal(_other_than(1), _WHOLE_REQUESTS, "use --dcp-size 1"),
     "attn_cp_size": Refusal(_other_than(1), _WHOLE_REQUESTS, "use --attn-cp-size 1"),
     "attn_dp_size": Refusal(
-        _other_than(1), "its padded batches name rows and pages that nobody owns", "use --dp-size for replicas"
+        _other_than(1), "its padded batches name rows and pages without an owner", "use --dp-size for replicas"
     ),
     "kv_canary": Refusal(_other_than("none"), "it reads KV from device buffers by slot", "use --kv-canary none"),
     **{field: Refusal(bool, why) for why, fields in _GIVEN.items() for field in fields},
 }
-"""By the name in ServerArgs; one that does not exist is a CompatError, not an option that is off."""
+"""By the name in ServerArgs. A missing name raises CompatError and is not taken for a disabled option."""
 
 
 def _flag(field: str) -> str:
@@ -121,7 +121,7 @@ def _flag(field: str) -> str:
 
 
 def _refuse(args: Any, table: Mapping[str, Refusal], who: str, ours: Container[str] = ()) -> None:
-    """Raises as `check_options`, for the options of `table`; `who` does not work with them."""
+    """Raise as `check_options` for the options of `table`; `who` begins the sentence."""
     for field, option in table.items():
         flag = _flag(field)
         try:
@@ -135,7 +135,7 @@ def _refuse(args: Any, table: Mapping[str, Refusal], who: str, ours: Container[s
 
 
 def check_options(args: Any, ours: Container[str] = ()) -> None:
-    """Refuse options that do not go with --enable-fluxion.
+    """Refuse options that --enable-fluxion does not support.
 
     Args:
         args: ServerArgs, or one of SGLang's views of them.
@@ -164,7 +164,7 @@ def check_options(args: Any, ours: Container[str] = ()) -> None:
 
 
 def check_config(config: FluxionConfig, args: Any) -> None:
-    """Refuse keys of --fluxion-config that do not go with other options. Raises ConfigError.
+    """Refuse keys of --fluxion-config that other options exclude. Raises ConfigError.
 
     Args:
         args: SGLang's resolving view.
@@ -176,7 +176,7 @@ def check_config(config: FluxionConfig, args: Any) -> None:
             "wrote, or leave the key out."
         )
     if folder is not None and config.policy.partition(":")[0] in (AUTO, "fluxion"):
-        load(folder, features=NAMES, tau=None)  # whether it is this model's is known once the weights are loaded
+        load(folder, features=NAMES, tau=None)  # whether it fits the model is checked after the weights are loaded
     _check_disk(config, args)
     _check_cores(config, capacity.ranks_on_host(args))
     if config.canary > 0 and args.pp_size > 1:
@@ -246,9 +246,9 @@ def _check_disk(config: FluxionConfig, args: Any) -> None:
 
 
 def check_device(device: str, config: FluxionConfig) -> None:
-    """Refuse devices that there is no code for, and keys of --fluxion-config that do not go with the device.
+    """Refuse unsupported devices, and keys of --fluxion-config that the device excludes.
 
-    The device itself is not looked at: the launcher must not take part of its memory.
+    The check does not touch the device, because the launcher must not allocate its memory.
 
     Raises:
         ConfigError: one sentence.
@@ -278,11 +278,11 @@ def check_device(device: str, config: FluxionConfig) -> None:
             f"canary is {config.canary:g}, but host KV is checked where the CPU reads all of it, and SGLang would use "
             f"{device}; leave the key out."
         )
-    maker_of(device)  # raises where the device's library is missing
+    maker_of(device)  # raises if the device's library is missing
 
 
 def check_speculation(args: Any, config: FluxionConfig) -> None:
-    """Refuse what does not go with speculative decoding, once SGLang knows the device.
+    """Refuse options that speculative decoding excludes, once SGLang knows the device.
 
     Args:
         args: SGLang's resolving view.
@@ -334,11 +334,11 @@ TRANSFER_OPTIONS = {
         "use --disaggregation-decode-retraction-backup cpu_tensor or leave it out",
     ),
 }
-"""Options of 0.5.23 that are refused on a server whose prompts another one prefills."""
+"""Options of SGLang 0.5.23 that are refused if another server prefills the prompts."""
 
 
 def check_transfer(args: Any, config: FluxionConfig) -> None:
-    """Refuse what does not go with KV from a prefill server, once SGLang knows the device.
+    """Refuse options that KV from a prefill server excludes, once SGLang knows the device.
 
     Args:
         args: SGLang's resolving view.
@@ -380,7 +380,7 @@ def check_transfer(args: Any, config: FluxionConfig) -> None:
 
 
 def check_draft(args: Any) -> None:
-    """Refuse drafts that the kernels cannot take, once SGLang has settled their size. Raises ConfigError."""
+    """Refuse drafts that are too long for the kernels, once SGLang has resolved their size. Raises ConfigError."""
     if args.speculative_algorithm is not None and args.speculative_num_draft_tokens > LARGEST_DRAFT:
         raise ConfigError(
             f"--speculative-num-draft-tokens is {args.speculative_num_draft_tokens}, and the kernels take drafts of "
@@ -389,13 +389,13 @@ def check_draft(args: Any) -> None:
 
 
 def check_resolved(args: Any, config: FluxionConfig) -> None:
-    """Check what SGLang made of the options: a model or another step may have decided against ours.
+    """Check the resolved options, because a model or another step may have overridden ours.
 
     Args:
         args: SGLang's resolving view.
 
     Raises:
-        ConfigError, CompatError: as `check_options`.
+        ConfigError, CompatError: as for `check_options`.
     """
     check_options(args, () if config.disk is None else (compat.LINKER_OPTION,))
     check_draft(args)

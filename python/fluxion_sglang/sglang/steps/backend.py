@@ -1,4 +1,4 @@
-"""The attention backend: SGLang's forward passes become extends and decode steps over the host pool."""
+"""The attention backend: maps SGLang's forward passes to extends and decode steps over the host pool."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class _Chunk:
     """A request of an extend pass.
 
     Attributes:
-        place: in the batch.
-        policy: its own, or None. wishes: what it wants recorded of it.
-        rides: its one token was generated and rides along with the prefill of others (a mixed chunk), on a device that
-            computes such passes as prefills.
+        place: batch index.
+        policy: its own, or None. wishes: its recording wishes, or None.
+        rides: it decodes one token in a prefill pass of others (a mixed chunk), on a device that computes such passes
+            as prefills.
     """
 
     place: int
@@ -65,14 +65,14 @@ class _Chunk:
 
 
 class FluxionAttnBackend(AttentionBackend):
-    """Exact extend over a host-resident prefix; decode by policy.
+    """Exact extend over a prefix in the host pool; decode by policy.
 
-    Page tables are built in `init_forward_metadata`, once per forward pass, and live no longer than it: between
-    passes SGLang may rebind a request's row to other pages that hold the same tokens.
+    Page tables are built in `init_forward_metadata` for one forward pass only: between passes SGLang may rebind a
+    request's row to other pages that hold the same tokens.
     """
 
     _places: Sequence[int] = ()
-    """Of a pass of prompts: the place in the batch of each request that the device may name (`HostDevice`)."""
+    """In an extend pass, the batch index of each request by its number on the device (`HostDevice`)."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class FluxionAttnBackend(AttentionBackend):
                 f"the model has {len(layers)} attention layers and the host pool {pool.host.shape.layers}; please "
                 "report this with the model's config.json."
             )
-        # Models ask a backend for these two by name (sglang.srt.model_executor.forward_context).
+        # Models read these two attributes of a backend (sglang.srt.model_executor.forward_context).
         self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
         options = pool.config
@@ -109,14 +109,14 @@ class FluxionAttnBackend(AttentionBackend):
             [],
             options,
             q_heads=heads,
-            # To start with: the engine grows with what it is given.
+            # Initial capacities; the engine grows on demand.
             max_requests=min(self.req_to_token_pool.size, 64),
             max_tokens=min(self.req_to_token_pool.max_context_len, pool.size, 1 << 16),
             first_layer=0 if served_models.has_states(runner.model_config) else pool.start_layer,
             first_head=get_parallel().attn_tp_rank * heads,
         )
         if options.disk is not None:
-            from fluxion_sglang.sglang.memory import disk  # what it needs of SGLang is checked where it is asked for
+            from fluxion_sglang.sglang.memory import disk  # its names in SGLang are checked if the option is used
 
             pool.manifest = partial(disk.manifest, runner, pool)
             pool.weights = partial(disk.weights_digest, runner.model, whole=False)
@@ -143,10 +143,10 @@ class FluxionAttnBackend(AttentionBackend):
                 resident_tokens_per_request=pool.host.placement.slots,
                 kept=self._kept_accounts(runner, layers, timed=options.audit is None),
             )
-            # Before others: an audit has the engine compute each layer again.
+            # Insert it before other observers: an audit lets the engine compute each layer again.
             self.engine.observers.insert(0, ReadHistograms(self.engine.native, pool.host.shape))
         self._first = get_parallel().attn_tp_rank == get_parallel().pp_rank == 0
-        self._counted = True  # the metrics have what was decoded
+        self._counted = True  # whether the metrics are up to date with the decoded steps
         self._healed = 0
         self._events: dict[str, int] = {}
         self.requests = RequestPolicies(
@@ -167,7 +167,7 @@ class FluxionAttnBackend(AttentionBackend):
         self._chunks: list[_Chunk] = []
 
     def _model_kernels(self, runner: ModelRunner) -> StepGraphs | None:
-        """Have the native workers compute the model's other layers; the graphs of its decode steps, if it has them."""
+        """Run the model's other layers on the native workers. Returns the graphs of its decode steps, or None."""
         pool = self.token_to_kv_pool
         native = Contained(NativeLayers(pool.host.workers), self.failures.run)
         count = install(runner.model, native, pack=not runner.server_args.enable_torch_compile)
@@ -194,12 +194,12 @@ class FluxionAttnBackend(AttentionBackend):
             self.failures.run(lambda: self._begin_extend(forward_batch))
 
     def _ended(self, freed: Iterable[int]) -> None:
-        """Requests have given their rows back: nothing is remembered of them."""
+        """Drop the state of freed rows."""
         for row in freed:
             self.engine.forget(row)
 
     def _flushed(self) -> None:
-        """SGLang flushes after `update_weights_*`, too."""
+        """Warn if the weights have changed: SGLang also flushes after `update_weights_*`."""
         if (weights := predictors.norms(self._model)) == self._weights:
             return
         self._weights = weights
@@ -215,12 +215,12 @@ class FluxionAttnBackend(AttentionBackend):
             observer.check(wishes, tokens)
 
     def _kept_accounts(self, runner: ModelRunner, layers: Sequence[RadixAttention], timed: bool) -> Kept:
-        """Have the engine keep accounts, of times where nobody computes every layer a second time."""
+        """Let the engine keep accounts; without times if an audit computes every layer twice."""
         pool, model = self.token_to_kv_pool, runner.model_config
         shape = pool.host.shape
         accounts = self.engine.accounts = StepAccounts(shape, timed)
         first_head = get_parallel().attn_tp_rank * layers[0].tp_q_head_num
-        # Where there are more ranks than KV heads, some ranks have the same one.
+        # With more ranks than KV heads, several ranks hold the same KV head.
         first_group = first_head * int(model.get_total_num_kv_heads()) // int(model.num_attention_heads)
         return Kept(
             accounts.totals,
@@ -230,7 +230,7 @@ class FluxionAttnBackend(AttentionBackend):
         )
 
     def _device(self, runner: ModelRunner, layers: Sequence[RadixAttention]) -> Device:
-        """What passes run on: the CPU itself, or a device that the CPU works beside."""
+        """The device of the passes: the CPU itself, or a device beside the CPU."""
         pool = self.token_to_kv_pool
         if pool.maker is None:
             return HostDevice(pool.host, pool.windows, self.engine, pool.config.prefill_budget)
@@ -254,7 +254,7 @@ class FluxionAttnBackend(AttentionBackend):
     def _publish(self) -> None:
         events = {
             "failed_passes": self.failures.failed,
-            # Every rank refuses and heals the same, and their numbers are added up.
+            # All ranks refuse and heal the same, and their counters are added up.
             "refused_specs": self.requests.refused if self._first else 0,
             "healed_windows": self._healed if self._first else 0,
         }
@@ -269,14 +269,14 @@ class FluxionAttnBackend(AttentionBackend):
     # --- CUDA graphs of decode steps (option cuda_graphs) ---
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Everything that a graph reads again is the device's, and has room for the largest batch."""
+        """Nothing to do: the device owns all memory of graphs, with room for the largest batch."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Before a graph is captured or replayed. Graphs are of decode steps alone, and padded with requests that are
-        not there: the device leaves their rows alone."""
+        """Called before a graph is captured or replayed. Graphs contain only decode steps. They are padded with
+        requests whose rows the device ignores."""
         if in_capture:
             self.device.begin_dummy()
             return
@@ -284,7 +284,7 @@ class FluxionAttnBackend(AttentionBackend):
         self.failures.run(lambda: self._begin_decode(forward_batch, real))
 
     def _lose(self, request: int, sentence: str) -> None:
-        """A request of the pass has read corrupt memory. request: in an extend pass, an index of `_places`."""
+        """End a request of the pass that read corrupt memory. request: in an extend pass, an index of `_places`."""
         self.failures.lose(self._places[request] if self._places else request, sentence)
 
     def _begin_decode(self, forward_batch: ForwardBatch, requests: int | None = None) -> None:
@@ -292,7 +292,7 @@ class FluxionAttnBackend(AttentionBackend):
         self._start()
         there = forward_batch.req_pool_indices[:requests]
         rows = there.cpu()
-        if not rows.any():  # SGLang's padding row alone: a warm-up
+        if not rows.any():  # only SGLang's padding row: a warm-up
             self.device.begin_dummy()
             return
         lengths = forward_batch.seq_lens_cpu[:requests].to(torch.int64)
@@ -301,7 +301,7 @@ class FluxionAttnBackend(AttentionBackend):
         self._ready_rows(rows, lengths, pages, generations)
         self._counted, self._chunks, self._places = False, [], ()
         self.device.begin_decode(rows, lengths, pages, self.requests.current)
-        # Marked before the layers run: if they fail, the row's request ends, and the next one is of another generation.
+        # Mark before the layers run. If they fail, the row's request ends, and the next one has another generation.
         self.token_to_kv_pool.windows.mark(rows, generations, lengths)
 
     def _ready_rows(
@@ -312,8 +312,8 @@ class FluxionAttnBackend(AttentionBackend):
         generations: torch.Tensor,
         first: int = 0,
     ) -> None:
-        """Files and windows of requests that decode are as a decode step needs them. first: their place in the batch.
-        The others as of `DecodeEngine.begin_step`."""
+        """Prepare files and windows of requests that decode, from batch index `first` (see
+        `DecodeEngine.begin_step`)."""
         if (disk := self.token_to_kv_pool.disk) is not None:
             disk.append(pages, lengths[:, None] - 1)
         for i in self.token_to_kv_pool.windows.stale(rows, generations, lengths - 1):
@@ -325,13 +325,13 @@ class FluxionAttnBackend(AttentionBackend):
             self._healed += 1
 
     def _start(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self._finish()
         for place in self.requests.checks:
             self._check(place)
 
     def _check(self, request: int) -> None:
-        """The whole host pool, for a request of the batch that asks for it."""
+        """Check the whole host pool, for a request of the batch that asks for it."""
         checked, found = self.token_to_kv_pool.host.sweep()
         what = "Fluxion: of %d tokens, metadata entries and sketches in the host pool, %s"
         logger.info(what, checked, found or "all are sound")
@@ -345,7 +345,7 @@ class FluxionAttnBackend(AttentionBackend):
         pages = page_table(self.req_to_token_pool.req_to_token, rows, int(lengths.max()))
         rows, riding = rows.cpu(), set(self.requests.riding)
         generations = self.req_to_token_pool.req_generation[rows]
-        # SGLang puts riders last.
+        # SGLang puts riders at the end.
         steps = len(riding) if self.device.mixes else 0
         first = len(rows) - steps
         assert not steps or riding == set(range(first, len(rows)))
@@ -391,10 +391,10 @@ class FluxionAttnBackend(AttentionBackend):
         self.token_to_kv_pool.windows.mark(rows, generations, lengths)
 
     def _begin_verify(self, forward_batch: ForwardBatch) -> None:
-        """A pass over a draft of every request: attention to all of it and of what comes before, under any policy.
+        """Begin a pass that verifies a draft of every request: full attention to the draft and all tokens before it.
 
-        A draft's KV is in the host pool as any other's, but what follows from it waits until it is accepted. The rows'
-        windows fall behind; should anybody decode without a draft, they heal.
+        A draft's KV is written to the host pool, but its metadata only after the draft is accepted. The rows' windows
+        become stale; a decode step without a draft heals them.
         """
         self._start()
         rows = forward_batch.req_pool_indices
@@ -452,11 +452,11 @@ class FluxionAttnBackend(AttentionBackend):
 
     @staticmethod
     def _flat(out: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:
-        """[T, Hq * D]: the result, or zeros in place of one that failed."""
+        """[T, Hq * D]: the result, or zeros for one that failed."""
         return (torch.zeros_like(q) if out is None else out).flatten(1)
 
     def _index(self, layer: RadixAttention) -> int:
-        """The layer's place in this process's pool."""
+        """The layer's index in this process's pool."""
         return self._places_of[layer.layer_id]
 
     def _appended(self, layer: int, index: int, queries: torch.Tensor, scale: float) -> None:
@@ -469,7 +469,7 @@ class FluxionAttnBackend(AttentionBackend):
 
 
 def _verifying(policy: Policy) -> Policy:
-    """Instead of one that is not exact, where drafts are verified."""
+    """Replace an inexact policy of a server that verifies drafts."""
     logger.warning(
         "Fluxion: every step of a server that decodes speculatively verifies a draft, and reads everything for it; the "
         "policy %s changes nothing",

@@ -1,13 +1,13 @@
-"""Step graphs: what decode steps compute, without the model's Python (option `model_kernels`).
+"""Step graphs: replay decode steps without the model's Python (option `model_kernels`).
 
-Between two layers of a small model's decode step, SGLang's Python takes longer than the layers. But what it decides is
-the same at every step of as many requests. So two steps are traced (`tracing.py`), and if they are equal, later ones
-replay the trace: native layers in a row by one call, attention among them where the step's plan is known before its
-first layer; the few operations of PyTorch that are left one by one. All of it works in one piece of memory, which
-tensors that are not needed at the same time share.
+Between two layers of a small model's decode step, SGLang's Python takes longer than the layers, but its decisions are
+the same for every step with the same number of requests. So two steps are traced (`tracing.py`). If the traces are
+equal, later steps replay them: consecutive native layers in one call, including attention if the step's plan is known
+before its first layer, and the few remaining PyTorch operations one by one. All tensors of a replay share one piece of
+memory; tensors that are not needed at the same time may overlap.
 
-Whatever a trace cannot hold runs as before: prefill, models with several ranks, adapters or hooks, and models whose
-Python looks into tensors.
+Steps that a trace cannot represent run as usual: prefill, models with several ranks, adapters or hooks, and models
+whose Python reads tensors.
 """
 
 from __future__ import annotations
@@ -35,52 +35,52 @@ from fluxion_sglang.sglang.steps.tracing import Home, Kind, Op, Ref, Trace, Trac
 logger = logging.getLogger(__name__)
 
 MAX_REQUESTS = 32
-"""Most requests of a step that gets a graph: each number of them has one of its own."""
+"""Most requests of a step with a graph; there is a graph for each number of requests."""
 _ALIGN = 64
 _TRIES = 4
-"""Traces of as many requests that are looked at for two equal ones; the first steps may set things up."""
+"""Number of traces among which two must be equal; the first steps may do setup work."""
 
 
 class Attention(Protocol):
-    """What attends in replays."""
+    """Computes attention in replays."""
 
     def add(
         self, program: NativeProgram, key: Any, arguments: Sequence[torch.Tensor], out: torch.Tensor
     ) -> Callable[[], None]:
-        """One more layer of a program, and the call that computes it where the program does not.
+        """Add an attention layer to a program. Returns the call that computes it outside the program.
 
         Args:
             key, arguments: of `Tracer.own`, with a replay's tensors. out: the tensor for the result.
         """
 
     def begin(self) -> bool:
-        """A replay begins: whether the program computes its attention."""
+        """Begin a replay. Returns whether the program computes its attention."""
 
     def end(self) -> None:
         """The program has computed all layers of the replay."""
 
 
 class States(Protocol):
-    """What layers with a state a request need in replays."""
+    """Support for layers with per-request states in replays."""
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        """What the step is given beside tokens and positions: where its requests' states are."""
+        """The step's inputs besides tokens and positions: the indices of its requests' states."""
 
     def memory(self) -> list[torch.Tensor]:
-        """What has the states; the layers write it."""
+        """The memory of the states, which the layers write."""
 
     def finish(self, forward_batch: Any) -> None:
-        """A replay is over."""
+        """End a replay."""
 
 
 def place(sizes: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
-    """Where values lie in one piece of memory, so that no two overlap that are needed at one time.
+    """Lay out values in one piece of memory, without overlap of values that are needed at the same time.
 
     Args:
         sizes: bytes of each value. spans: the first and the last operation that needs it.
 
     Returns:
-        The offset of each value, a multiple of 64 bytes, and the size of the whole.
+        The offset of each value, a multiple of 64 bytes, and the total size.
     """
     offsets = [0] * len(sizes)
     placed: list[int] = []
@@ -98,16 +98,16 @@ def place(sizes: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[list[
 
 
 class StepGraph:
-    """A trace, ready to be replayed.
+    """A trace that is ready for replay.
 
     Args:
-        weights: those of the trace, by number.
-        attention: what computes operations that are not PyTorch's or a native layer's.
+        weights: the trace's weights by number.
+        attention: computes the operations of kind OWN.
     """
 
     def __init__(self, trace: Trace, weights: Sequence[torch.Tensor], program: NativeProgram, attention: Attention):
         offsets, size = place(trace.values, _spans(trace))
-        # Tensors that any later pass may write, whatever mode of PyTorch it runs in.
+        # Normal tensors, so that any later pass may write them in any inference mode.
         with torch.inference_mode(False):
             self._memory = torch.empty(max(size, 1), dtype=torch.uint8)
             self._inputs = [torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype) for ref in trace.inputs]
@@ -129,12 +129,12 @@ class StepGraph:
                     calls.call(call)
         whole.stretch()
         parted.stretch()
-        # The same operations, with attention in the program and without.
+        # The same operations, with attention inside and outside the program.
         self._whole, self._parted = whole.calls, parted.calls
         self._result = self._tensor(trace.result)
 
     def replay(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The result for other inputs of the same shapes, in memory of its own."""
+        """The result for other inputs of the same shapes, as a new tensor."""
         for own, tensor in zip(self._inputs, inputs, strict=True):
             own.copy_(tensor)
         whole = self._attention.begin()
@@ -145,11 +145,11 @@ class StepGraph:
         return self._result.clone()
 
     def zeros(self) -> torch.Tensor:
-        """In place of the result of a replay that failed."""
+        """The result of a failed replay."""
         return torch.zeros_like(self._result)
 
     def _tensor(self, ref: Any) -> Any:
-        """The replays' tensor of a Ref; anything else as it is."""
+        """The replay's tensor for a Ref; other values unchanged."""
         if not isinstance(ref, Ref):
             return ref
         if ref.home is Home.VALUE:
@@ -168,19 +168,19 @@ class StepGraph:
 
 
 class _Calls:
-    """What a replay calls: a program's layers in stretches, and what comes between them."""
+    """The calls of a replay: runs of a program's consecutive layers, and other calls between them."""
 
     def __init__(self, program: NativeProgram) -> None:
         self.calls: list[Callable[[], Any]] = []
         self._program, self._first = program, len(program)
 
     def stretch(self) -> None:
-        """The program's layers since the last call."""
+        """Add a run of the program's layers that were added since the last call."""
         if (last := len(self._program)) > self._first:
             self.calls.append(partial(self._program.run, self._first, last))
 
     def call(self, call: Callable[[], Any]) -> None:
-        """A call instead of what the program gets next, or between its layers."""
+        """Add a call at this point of the program's layers, or in place of the layer that follows."""
         self.calls.append(call)
         self._first = len(self._program)
 
@@ -192,7 +192,7 @@ def _into(results: Sequence[torch.Tensor], call: Callable[[], Any]) -> None:
 
 
 def _spans(trace: Trace) -> list[tuple[int, int]]:
-    """Of every value, the first and the last operation that needs it."""
+    """The first and the last operation that needs each value."""
     spans: dict[int, tuple[int, int]] = {}
     for at, op in enumerate(trace.ops):
         for ref in op.refs():
@@ -208,14 +208,14 @@ class StepGraphs:
     """The graphs of a model's decode steps, one for each number of requests.
 
     Args:
-        backbone: as of `backbone_of`. From now on `forward` stands in for its own.
-        layers: what computes native layers.
-        failures: of the pass; a step of which something failed makes no graph.
-        attention: what attends in replays. states: of layers that have some.
+        backbone: as from `backbone_of`. Its `forward` is replaced.
+        layers: computes native layers.
+        failures: of the pass; a step with a failure makes no graph.
+        attention: computes attention in replays. states: of layers with states, or None.
 
     Attributes:
-        tracer: of the step that is being traced; whoever attends tells it. None: no step is.
-        layers: what was given.
+        tracer: of the step that is being traced, for the attention backend; None: no step is traced.
+        layers: the argument.
     """
 
     def __init__(
@@ -231,10 +231,10 @@ class StepGraphs:
         self.layers, self._failures, self._attention = layers, failures, attention
         modules = list(backbone.modules())
         self._tables = [table for module in modules for table in (module._parameters, module._buffers)]
-        # Whoever watches a module would not see a replay; they may come at any time.
+        # Hooks of a module would not see a replay, and may be added at any time.
         self._watchers = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-        self._known: list[torch.Tensor] = []  # weights that were there last
-        self._pieces: list[torch.Tensor] = []  # what has their memory
+        self._known: list[torch.Tensor] = []  # weights at the last check
+        self._pieces: list[torch.Tensor] = []  # tensors with their memory
         self._addresses: list[int] = []
         self._traces: dict[int, list[Trace]] = {}
         self._graphs: dict[int, StepGraph] = {}
@@ -246,7 +246,7 @@ class StepGraphs:
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, *others: Any, **named: Any
     ) -> Any:
-        """The backbone's: hidden states [B, hidden] of a decode step, and whatever it makes of other passes."""
+        """The backbone's forward: hidden states [B, hidden] of a decode step; other passes run unchanged."""
         forward = partial(self._forward, input_ids, positions, forward_batch, *others, **named)
         special = any(other is not None for other in (*others, *named.values()))
         if self._never or special or not forward_batch.forward_mode.is_decode() or any(self._watchers):
@@ -255,7 +255,7 @@ class StepGraphs:
         if not 0 < rows <= MAX_REQUESTS or rows in self._refused:
             return forward()
         if (addresses := self._now()) != self._addresses:
-            # The model has other weights than the graphs.
+            # The weights have changed since the graphs were made.
             self._addresses = addresses
             self._graphs.clear()
             self._traces.clear()
@@ -272,12 +272,12 @@ class StepGraphs:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs here is no part of a trace."""
+        """Exclude what runs here from the trace."""
         with self.tracer.paused() if self.tracer is not None else nullcontext():
             yield
 
     def _traced(self, rows: int, inputs: tuple[torch.Tensor, ...], forward: Callable[[], Any]) -> Any:
-        """The result of a step by the model's own Python; its trace is kept, or made a graph."""
+        """Compute a step by the model's own Python; keep its trace, or make it a graph."""
         tracer, layers = Tracer(inputs, self._pieces), self.layers.layers
         self.tracer, self.layers.layers = tracer, TracedLayers(layers, tracer)
         try:
@@ -288,13 +288,13 @@ class StepGraphs:
         if self._failures.reason is None:
             try:
                 self._learn(rows, tracer, result)
-            except Exception:  # the result is good, whatever becomes of the graph
+            except Exception:  # the result is valid without a graph
                 logger.exception("Fluxion: decode steps of %d requests run without a graph, which cannot be made", rows)
                 self._refused.add(rows)
         return result
 
     def _learn(self, rows: int, tracer: Tracer, result: object) -> None:
-        """Keep the trace of a step with this result, or make it a graph if another one was equal."""
+        """Keep the trace of a step with this result, or make it a graph if an equal one was seen."""
         trace = tracer.trace(result)
         if trace is None:
             self._never = True
@@ -311,7 +311,7 @@ class StepGraphs:
             before.append(trace)
 
     def _now(self) -> list[int]:
-        """The addresses of all weights."""
+        """The current addresses of all weights."""
         held = [tensor for table in self._tables for tensor in table.values() if tensor is not None]
         if len(held) != len(self._known) or not all(map(is_, held, self._known)):
             self._known, self._pieces = held, [piece for tensor in held for piece in pieces(tensor)]
@@ -320,9 +320,9 @@ class StepGraphs:
 
 
 def backbone_of(model: nn.Module) -> nn.Module | None:
-    """The part of a model that makes hidden states [B, hidden] of token ids [B], positions [B] and the batch.
+    """The part of a model that maps token ids [B], positions [B] and the batch to hidden states [B, hidden].
 
-    It has every attention layer, and nothing of what makes logits. None: there is no such part.
+    It contains every attention layer, and no layer that makes logits. None: there is no such part.
     """
     attention = {module for module in model.modules() if isinstance(module, RadixAttention)}
     for module in model.modules():

@@ -1,21 +1,20 @@
-"""The model's layers on the native workers, where the CPU is the device (option `model_kernels`).
+"""Runs the model's layers on the native workers, if the CPU is the device (option `model_kernels`).
 
-A decode step reads every weight once for a row or a few. PyTorch's matrix products are made for many rows and read
-weights at a fraction of what memory gives. So each module with unquantised weights gets a method of ours in place of
-SGLang's: few rows go to the workers, and everything else goes to SGLang's method as before. What lies between the
-linear layers takes PyTorch many passes over its tensors; SGLang lets a platform bring functions of its own for these
-operations, and ours take one pass.
+A decode step reads every weight once for a few rows. PyTorch's matrix products are designed for many rows and read
+weights at a fraction of the memory bandwidth. So each module with unquantised weights gets a method that sends few rows
+to the workers and everything else to SGLang's own method. PyTorch also needs many passes over the tensors of the
+operations between linear layers. SGLang lets a platform replace these operations, and ours take one pass.
 
-Weights that have many inputs are packed (`packed.py`).
+Weights with many inputs are packed (`packed.py`).
 
-Quantised weights (`weights/methods.py`) have kernels of their own for few rows. For many rows PyTorch multiplies with
-slices of the weights in the model's dtype.
+Quantised weights (`weights/methods.py`) have their own kernels for few rows. For many rows PyTorch multiplies by slices
+of the weights, converted to the model's dtype.
 
-In a mixture of experts, router and choice are layers and operations like all others. One native operation computes the
-chosen experts; SGLang's method loops over all experts.
+In a mixture of experts, router and top-k selection are ordinary layers and operations. One native operation computes
+the selected experts; SGLang's method loops over all experts.
 
-What fails here fails the pass, as attention does (`containment/passes.py`): SGLang's method computes the layer in its
-place.
+A failure of a native layer fails the pass, as for attention (`containment/passes.py`); SGLang's method then computes
+the layer.
 """
 
 from __future__ import annotations
@@ -64,18 +63,18 @@ from fluxion_sglang.sglang.weights.rounding import FORMAT, RoundedHeadMethod, Ro
 from fluxion_sglang.weights.quantised import slices
 
 MAX_ROWS = 32 if topology()["isa"] == "amx" else 96
-"""Most rows that the workers multiply. Alone, PyTorch is as fast from about 64 rows on, and much faster on a matrix
-unit; but in a model its threads have to be woken between the workers' operations (`benchmark/linears.py`)."""
+"""Most rows that the workers multiply. Alone, PyTorch is as fast from about 64 rows on, and much faster with a matrix
+unit. In a model, however, its threads must be woken between the workers' operations (`benchmark/linears.py`)."""
 MAX_COPIED_ROWS = 256
-"""The same of weights that PyTorch needs a copy of: they are packed, or their bfloat16 is slow (`multiplied_in`). Up to
-there PyTorch is faster by less than the copy takes."""
+"""The limit for weights that PyTorch must copy first: packed ones, or those in a slow bfloat16 (`multiplied_in`). Up to
+it, PyTorch's gain is smaller than the time of the copy."""
 
 MAX_QUANTISED_ROWS = 48
-"""The same for quantised weights."""
+"""The limit for quantised weights."""
 
 MAX_EXPERT_ROWS = MAX_ROWS if topology()["isa"] == "amx" else 256
-"""The same for experts, rows of an expert on average. Up to there PyTorch, which takes one expert after another, was
-measured to be slower, for rounded experts as well. In a slow bfloat16 (`multiplied_in`) it always is."""
+"""The limit for experts, in mean rows per expert. Up to it PyTorch, which computes one expert after another, was
+measured to be slower, also for rounded experts. With a slow bfloat16 (`multiplied_in`) it is always slower."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -86,11 +85,11 @@ class Contained:
     """The native layers, with containment of their failures.
 
     Args:
-        run: the result of a step, or None where the step or one before it in the pass has failed (`FailureGuard.run`);
-            by default failures are raised.
+        run: returns the result of a step, or None if it or an earlier step of the pass fails (`FailureGuard.run`); the
+            default raises failures.
 
     Attributes:
-        layers: what computes; another one's may take its place between two calls.
+        layers: computes the layers; may be replaced between two calls.
     """
 
     def __init__(self, layers: NativeLayers, run: Callable[[Callable[[], Any]], Any] = lambda step: step()) -> None:
@@ -102,13 +101,13 @@ class Contained:
 
 
 def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
-    """Have the workers compute the model's layers; returns how many of them are linear, or experts.
+    """Let the workers compute the model's layers. Returns the number of linear layers and expert layers among them.
 
-    Layers of SGLang's own quantisation methods or of another dtype stay SGLang's. For a layer with adapters (LoRA) the
-    workers compute the base, and SGLang what adapters add.
+    Layers with SGLang's own quantisation methods or other dtypes stay SGLang's. For a layer with adapters (LoRA) the
+    workers compute the base, and SGLang adds the adapters.
 
     Args:
-        pack: whether weights may be packed. One that several modules have, or an embedding, stays as it is.
+        pack: whether weights may be packed. Weights that modules share, and embeddings, stay in rows.
     """
     _register_operations(model, native)
     linear, head, quantised = _Linear(native), _Head(native), _Quantised(native)
@@ -125,7 +124,7 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
                 native.layers.into_huge_pages(part.packed)
             count += 1
             continue
-        # Adapters of experts have the method as well, and not the weights.
+        # Adapters of experts also have this method, but no weights.
         if isinstance(module, FusedMoE) and isinstance(method, UnquantizedFusedMoEMethod) and computes_experts(module):
             if isinstance(method, PackedExpertsMethod):
                 method.native = quantised
@@ -138,9 +137,9 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
             continue
         if weight.dtype not in _DTYPES or weight.device.type != "cpu":
             continue
-        if getattr(module, "use_intel_amx_backend", False):  # SGLang has packed it for kernels of its own
+        if getattr(module, "use_intel_amx_backend", False):  # SGLang has packed it for its own kernels
             continue
-        # Exactly these: a subclass does something else.
+        # Exact types, because a subclass behaves differently.
         if type(method) is UnquantizedLinearMethod:
             module.quant_method = linear
         elif heads and (
@@ -163,23 +162,23 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
     return count
 
 
-# --- Linear layers ---
+# --- linear layers ---
 
 
 def _makes_logits(model: nn.Module, module: nn.Module) -> bool:
-    """Whether this is the model's last layer; Gemma 3's is PyTorch's embedding."""
+    """Whether this is the model's last layer; in Gemma 3 it is the embedding."""
     return module is getattr(model, "lm_head", None)
 
 
 def _rounds_logits_once(model: nn.Module) -> bool:
-    """Whether logits are the product of hidden states and weights in the model's dtype, and nothing else."""
+    """Whether logits are just the product of hidden states and weights in the model's dtype."""
     processors = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
     special = ("use_fp32_lm_head", "use_fp32_lm_head_output", "rl_on_policy_target")
     return not any(getattr(processor, name, None) for processor in processors for name in special)
 
 
 def _product(native: Contained, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """What the layer makes of x, or None where that is SGLang's to compute."""
+    """The layer's output for x, or None if SGLang must compute it."""
     weight = layer.weight
     assert isinstance(weight, torch.Tensor)
     order, copied = None, multiplied_in(x.dtype) is not x.dtype
@@ -199,7 +198,7 @@ def _product(native: Contained, layer: nn.Module, x: torch.Tensor, bias: torch.T
 
 
 class _InRows:
-    """A layer with another weight."""
+    """A layer with a substituted weight."""
 
     def __init__(self, layer: nn.Module, weight: torch.Tensor) -> None:
         self._layer, self.weight = layer, weight
@@ -209,7 +208,7 @@ class _InRows:
 
 
 def _by_sglang(method: Callable[..., torch.Tensor], layer: nn.Module, x: torch.Tensor, bias: Any) -> torch.Tensor:
-    """What SGLang's method makes of x; a packed weight stays so. In bfloat16 PyTorch may compute in float32."""
+    """The output of SGLang's method; a packed weight stays packed. PyTorch may compute bfloat16 in float32."""
     weight: Any = layer.weight
     dtype = multiplied_in(x.dtype)
     if x.numel() == 0:
@@ -286,11 +285,11 @@ class _Head(UnquantizedEmbeddingMethod):
         return _by_sglang(super().apply, layer, x, bias) if out is None else out
 
 
-# --- Experts ---
+# --- experts ---
 
 
 def _is_plain(experts: Any) -> bool:
-    """Whether the kernels could take these weights [experts, outputs, inputs], or panels of them."""
+    """Whether the kernels accept these weights [experts, outputs, inputs], or panels of them."""
     return (
         type(experts) is nn.Parameter
         and experts.dtype in (*_DTYPES, torch.uint8)
@@ -324,7 +323,7 @@ def _experts(
     return method.forward_native(layer, dispatch_output) if out is None else StandardCombineInput(hidden_states=out)
 
 
-# --- What lies between them ---
+# --- operations between linear layers ---
 
 
 def _register_operations(model: nn.Module, native: Contained) -> None:
@@ -332,12 +331,12 @@ def _register_operations(model: nn.Module, native: Contained) -> None:
     gemma = sys.modules.get("sglang.srt.models.gemma3_causal")
     for module in model.modules():
         if gemma is not None and isinstance(module, gemma.Gemma3Attention):
-            # The same, with the rotary embedding of all other models. SGLang itself uses it on CPUs with a matrix unit.
+            # Use the same forward as for other models. SGLang itself uses it on CPUs with a matrix unit.
             module.forward = module.forward_cpu
         for base, operation in _OPERATIONS.items():
-            # A subclass with a formula of its own keeps it.
+            # A subclass with its own formula keeps it.
             if isinstance(module, base) and type(module).forward_native is base.forward_native:
-                # A function, which SGLang binds to the module.
+                # Must be a function, because SGLang binds it to the module.
                 BaseFusedOp.register_oot_forward(type(module), _method(partial(operation, native)), key)
 
 
@@ -349,7 +348,7 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rows(*tensors: torch.Tensor) -> bool:
-    """Whether these are matrices that the kernels take, of one dtype."""
+    """Whether these are matrices of one dtype that the kernels accept."""
     first = tensors[0]
     return first.dtype in _DTYPES and all(
         t.dim() == 2 and t.dtype is first.dtype and t.stride(1) == 1 and t.device.type == "cpu" for t in tensors
@@ -401,7 +400,7 @@ def _gemma_norm(
 
 
 def _norm_heads(layers: NativeLayers, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x: [rows, heads, size]; heads may be apart by any stride."""
+    """x: [rows, heads, size]; heads may have any stride."""
     out = x.new_empty(x.shape)
     for head in range(x.shape[1]):
         layers.norm(x[:, head], weight, epsilon, gemma=True, out=out[:, head])

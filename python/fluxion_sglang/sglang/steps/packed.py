@@ -1,9 +1,8 @@
-"""Weights of linear layers in the order in which the workers read them fastest (`csrc/kernels/panels.h`).
+"""Packed weights of linear layers, in the order that the workers read fastest (`csrc/kernels/panels.h`).
 
-The module's Parameter stays where it is and says that it is as it was; its numbers lie in another order in the same
-memory. Whoever does anything with it gets a tensor with the numbers in rows: the weight is put back into rows for good
-before, and the layer goes on with that. So nobody has to know of it: not a server that loads new weights, nor one who
-saves, compares or shares them.
+The module's Parameter stays in place and reports its old shape and strides, but its numbers are reordered in the same
+memory. Any operation on it first restores the rows permanently, and the layer then uses them. So no other code has to
+know about packing, such as code that loads, saves, compares or shares weights.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fluxion_sglang.native import NativeLayers
 logger = logging.getLogger(__name__)
 
 _SLICE = 64 << 20
-"""Bytes of a weight that are copied into rows at a time, to be multiplied with many rows of x."""
+"""Bytes of a weight that are unpacked at a time for a product with many rows of x."""
 
 T = TypeVar("T")
 
@@ -32,22 +31,22 @@ class Packer:
     """Packs weights of a model.
 
     Args:
-        layers: whose kernels the order is for.
+        layers: their kernels define the order.
     """
 
     def __init__(self, layers: NativeLayers) -> None:
         self.layers = layers
-        self.lock = threading.Lock()  # of the order of all weights: loaders may work on several threads
+        self.lock = threading.Lock()  # guards the order of all weights: loaders may use several threads
         self._memory = torch.empty(0, dtype=torch.bfloat16)
         self._told = False
 
     def pack(self, weight: nn.Parameter) -> None:
-        """Pack a weight if that makes it faster: in its memory, and for all who hold this Parameter.
+        """Pack a weight in place if that makes it faster, for all modules that hold this Parameter.
 
-        Nobody else may have the memory.
+        No other tensor may use the memory.
         """
         plain = weight.data
-        # A subclass would lose its class.
+        # Swapping would change the class of a subclass.
         if type(weight) is not nn.Parameter or weight.requires_grad or not self.layers.gains_from_packing(plain):
             return
         memory = PackedMemory(plain, self)
@@ -55,16 +54,16 @@ class Packer:
         stand_in.__dict__.update(weight.__dict__)
         try:
             torch.utils.swap_tensors(weight, stand_in)
-        except RuntimeError as error:  # something in C++ holds it
+        except RuntimeError as error:  # C++ code holds a reference
             logger.info("Fluxion: weights of the shape %s stay in rows, because %s", tuple(weight.shape), error)
             return
         try:
             memory.pack()
-        except Exception as error:  # it is in rows still
+        except Exception as error:  # it is still in rows
             logger.warning("Fluxion: weights of the shape %s stay in rows, because %s", tuple(weight.shape), error)
 
     def tell(self, operation: str, shape: torch.Size) -> None:
-        """A weight is unpacked for this operation."""
+        """Log once that an operation unpacks a weight."""
         if not self._told:
             self._told = True
             logger.info(
@@ -76,9 +75,9 @@ class Packer:
             )
 
     def room(self, rows: torch.Tensor) -> torch.Tensor:
-        """Memory for as many rows, until the next call."""
+        """Scratch memory for as many rows, valid until the next call."""
         if self._memory.numel() < rows.numel():
-            self._memory = self._memory[:0].clone()  # the old one is not needed meanwhile
+            self._memory = self._memory[:0].clone()  # frees the old memory first
             with torch.inference_mode(False):
                 self._memory = torch.empty(rows.numel(), dtype=rows.dtype)
         return self._memory[: rows.numel()].view(rows.shape)
@@ -88,8 +87,8 @@ class PackedMemory:
     """A weight's memory.
 
     Attributes:
-        inner: [outputs, in] bfloat16, contiguous; packed where `order` says so.
-        packed: whether it is. order: the same for the kernels, as `NativeLayers.linear` takes it: graphs look into it.
+        inner: [outputs, in] bfloat16, contiguous; packed according to `order`.
+        packed: whether it is packed. order: the same as a tensor for the kernels (`NativeLayers.linear`) and graphs.
     """
 
     def __init__(self, inner: torch.Tensor, packer: Packer) -> None:
@@ -107,7 +106,7 @@ class PackedMemory:
         self.order.fill_(packed)
 
     def rows(self, operation: str) -> torch.Tensor:
-        """`inner`, in rows for good."""
+        """`inner`, permanently in rows from here on."""
         with self._packer.lock:
             if self.packed:
                 self._packer.tell(operation, self.inner.shape)
@@ -117,7 +116,7 @@ class PackedMemory:
         return self.inner
 
     def slices(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Rows of the weight [n, in], with the number of the first of them; each until the next."""
+        """Iterate over slices [n, in] of the weight in rows, with their first row's index; valid until the next."""
         if not self.packed:
             yield 0, self.inner
             return
@@ -130,7 +129,7 @@ class PackedMemory:
             yield first, room
 
     def known(self, compute: Callable[[torch.Tensor], T]) -> T:
-        """compute(rows), from a copy while the weight is packed, and once: nobody writes it meanwhile."""
+        """compute(rows), on an unpacked copy while the weight is packed. Cached until the weight is unpacked."""
         if not self.packed:
             return compute(self.inner)
         if compute not in self._known:
@@ -142,9 +141,9 @@ class PackedMemory:
 
 
 class PackedWeight(torch.Tensor):
-    """A tensor that has no memory of its own, as the Parameter of a module.
+    """The Parameter of a packed weight: a tensor without memory of its own.
 
-    What it says of itself is what its weight in rows would say. Any operation gets these rows.
+    Its shape, strides and dtype are those of the weight in rows. Any operation gets the rows.
     """
 
     memory: PackedMemory
@@ -152,7 +151,7 @@ class PackedWeight(torch.Tensor):
     @staticmethod
     def __new__(cls, memory: PackedMemory) -> PackedWeight:
         inner = memory.inner
-        with torch.inference_mode(False):  # as the views of a parameter are
+        with torch.inference_mode(False):  # like the views of a parameter
             self: PackedWeight = torch.Tensor._make_wrapper_subclass(
                 cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
             )
@@ -161,7 +160,7 @@ class PackedWeight(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # PyTorch takes the address of a tensor's memory in many functions that never come to __torch_dispatch__.
+        # Many functions of PyTorch read the address of a tensor's memory without reaching __torch_dispatch__.
         if func in _SAY_WHAT_IT_IS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -180,7 +179,7 @@ class PackedWeight(torch.Tensor):
             if not isinstance(leaf, cls):
                 return leaf
             rows = leaf.memory.rows(getattr(func, "__name__", str(func)))
-            # Not the tensor itself: what turns it over, or gives it other memory, is about the one it is called on.
+            # Pass an alias, because an operation that transposes or reassigns a tensor must affect only its own.
             return rows if func == _SET_DATA else rows.detach()
 
         return func(*tree_map(in_rows, args), **tree_map(in_rows, kwargs or {}))
@@ -209,22 +208,22 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors that have the memory of a parameter or buffer."""
+    """The tensors that own the memory of a parameter or buffer."""
     return (tensor.memory.inner, tensor.memory.order) if isinstance(tensor, PackedWeight) else (tensor,)
 
 
 def of_rows(weight: torch.Tensor, compute: Callable[[torch.Tensor], T]) -> T:
-    """compute(weight); a packed weight stays so."""
+    """compute(weight in rows); a packed weight stays packed."""
     return weight.memory.known(compute) if isinstance(weight, PackedWeight) else compute(weight)
 
 
 def owners(model: nn.Module) -> Counter[int]:
-    """By address, how many attributes of modules have a tensor in this memory."""
+    """For each memory address, the number of module attributes with a tensor there."""
     tables = [table for m in model.modules() for table in (m._parameters, m._buffers, vars(m))]
     tensors = [tensor for table in tables for tensor in table.values() if isinstance(tensor, torch.Tensor)]
     return Counter(t.untyped_storage().data_ptr() for t in tensors if _is_plain(t))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it has memory of its own, which no subclass or sparse layout has."""
+    """Whether the tensor has memory of its own; subclasses and sparse layouts do not."""
     return tensor.layout is torch.strided and type(tensor.data) is torch.Tensor

@@ -1,4 +1,4 @@
-"""Attention in replays of step graphs: by a native program, or layer by layer where a step has to be seen."""
+"""Attention in replays of step graphs: in a native program, or layer by layer if a step is observed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Replays:
     """`graphs.Attention` on the CPU.
 
     Args:
-        index: the place of a layer in this process's pool.
+        index: index of a layer in this process's pool.
     """
 
     def __init__(self, device: HostDevice, index: Callable[[RadixAttention], int]) -> None:
         self._device, self._index = device, index
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of sinks, and the model's own
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies of sinks, with the model's tensors
 
     def add(self, program: NativeProgram, key: Any, arguments: Sequence[Any], out: torch.Tensor) -> Callable[[], None]:
         layer: RadixAttention = key
@@ -38,7 +38,7 @@ class Replays:
         return lambda: self._device.attend(at)
 
     def begin(self) -> bool:
-        for copy, sinks in self._copies:  # the model may have other ones now
+        for copy, sinks in self._copies:  # the model may have changed them
             copy.copy_(sinks)
         return self._device.plan_step()
 
@@ -47,7 +47,7 @@ class Replays:
 
 
 def variant_of(layer: RadixAttention, sinks: torch.Tensor | None) -> Variant:
-    """What a layer's attention has beyond a softmax; sinks: those that the model passes."""
+    """The variant of a layer's attention. sinks: those that the model passes."""
     window, cap = served_models.window_of(layer), float(layer.logit_cap)
     if window is None and sinks is None and cap == 0:
         return PLAIN

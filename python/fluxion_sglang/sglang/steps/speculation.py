@@ -1,8 +1,8 @@
-"""NGRAM speculative decoding on the CPU: SGLang's worker, with PyTorch in place of what it has for GPUs alone.
+"""NGRAM speculative decoding on the CPU: SGLang's worker, with PyTorch code in place of GPU kernels.
 
-SGLang drafts from an n-gram cache and verifies the drafts of a batch in one pass of the model, a tree of tokens a
-request. `backend` attends to them. What the worker calls besides is here: places of KV, the walk through a tree, and
-the move of accepted tokens' KV to where the next pass expects it.
+SGLang drafts from an n-gram cache and verifies the drafts of a batch in one pass of the model, as a tree of tokens per
+request. `backend` computes their attention. This module has the other functions that the worker calls: KV slots, the
+walk through a tree, and the move of accepted tokens' KV to the positions of the next pass.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 def worker_class(algorithm: str) -> type | None:
-    """SGLang's own worker, once it can be imported and called here; None: another algorithm.
+    """SGLang's own worker, made importable and callable here; None for another algorithm.
 
     Raises:
-        CompatError: a name that is replaced does not exist.
+        CompatError: a name to replace does not exist.
     """
     if algorithm != NGRAM:
         return None
-    # SGLang's module needs libcuda to be imported.
+    # SGLang's module needs libcuda at import.
     stand_in = ModuleType(compat.TREE_MODULE)
     stand_in.reconstruct_indices_from_tree_mask_func = tree_links  # type: ignore[attr-defined]
     sys.modules.setdefault(compat.TREE_MODULE, stand_in)
@@ -42,16 +42,16 @@ def worker_class(algorithm: str) -> type | None:
     hooking.put_in(HOOKS)
     hooking.assert_applied(HOOKS)
     sampling: Any = importlib.import_module(compat.NGRAM_SAMPLING)
-    for name, function in SAMPLING.items():  # SGLang: None where a platform has no kernel for it
+    for name, function in SAMPLING.items():  # SGLang has None on platforms without a kernel
         setattr(sampling, name, function)
     worker: Any = importlib.import_module(compat.NGRAM_WORKER)
-    worker.USE_FULL_MASK = False  # the mask of a draft alone, not of all that comes before it
+    worker.USE_FULL_MASK = False  # the mask covers only the draft, not the tokens before it
     worker_type: type = worker.NGRAMWorker
     return worker_type
 
 
 def tree_bits(mask: torch.Tensor, requests: int) -> torch.Tensor:
-    """The masks [B * T * T] of a pass as `NativePool.attend_chunk` takes trees: [B, T] int64."""
+    """The masks [B * T * T] of a pass as the tree argument of `NativePool.attend_chunk`: [B, T] int64."""
     size = round((mask.numel() / requests) ** 0.5)
     weights = torch.ones(size, dtype=torch.int64) << torch.arange(size)
     return (mask.view(requests, size, size).to(torch.int64) * weights).sum(-1)
@@ -67,14 +67,13 @@ def tree_links(
     batch_size: int,
     draft_token_num: int,
 ) -> None:
-    """Positions and links of the trees' nodes from their masks, as SGLang's reconstruct_indices_from_tree_mask.
+    """Positions and links of the trees' nodes from their masks, like SGLang's reconstruct_indices_from_tree_mask.
 
-    Args (B requests, T nodes each, written but for the first two):
+    Args (B requests, T nodes each; all but the first two are written):
         tree_mask: [B * T * T] bool: row i has the ancestors of node i and the node itself, parents first.
         verified_seq_len: [B], tokens before the tree.
-        positions: [B * T]. retrieve_index: [B, T], numbers of the nodes in the batch.
-        retrieve_next_token, retrieve_next_sibling: [B, T], of each node the first child and the next one of the same
-            parent; -1: none.
+        positions: [B * T]. retrieve_index: [B, T], indices of the nodes in the batch.
+        retrieve_next_token, retrieve_next_sibling: [B, T], first child and next sibling of each node; -1: none.
     """
     size = draft_token_num
     nodes = torch.arange(size)
@@ -84,7 +83,7 @@ def tree_links(
     parents = torch.where(ancestors, nodes, -1).amax(-1)
 
     def first(found: torch.Tensor) -> torch.Tensor:
-        """The first row of each column [B, rows, columns] where it is true; -1: none."""
+        """The first true row of each column [B, rows, columns]; -1: none."""
         rows = torch.where(found, nodes[:, None], size).amin(1)
         return torch.where(rows < size, rows, -1)
 
@@ -107,7 +106,7 @@ def last_slots(
     req_pool_indices_tensor: torch.Tensor,
     prefix_lens_tensor: torch.Tensor,
 ) -> torch.Tensor:
-    """AROUND mem_cache.allocation.get_last_loc: the slot of each request's last token, -1 of none."""
+    """AROUND mem_cache.allocation.get_last_loc: the slot of each request's last token; -1 for an empty request."""
     found = req_to_token[req_pool_indices_tensor, (prefix_lens_tensor - 1).clamp(min=0)]
     return torch.where(prefix_lens_tensor > 0, found, -1)
 
@@ -121,7 +120,7 @@ def assign_slots(
     out_cache_loc: torch.Tensor,
     batch_size: int,
 ) -> None:
-    """AROUND mem_cache.allocation.assign_req_to_token_pool_func: new slots go into the request table."""
+    """AROUND mem_cache.allocation.assign_req_to_token_pool_func: write new slots to the request table."""
     taken = 0
     rows = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
     for row, start, end in rows:
@@ -141,13 +140,13 @@ def verify_greedy(
     target_predict: torch.Tensor,
     topk: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """AROUND spec_tree.verify_tree_greedy_func: of each tree the path on which every token is what the model says.
+    """AROUND spec_tree.verify_tree_greedy_func: accept the path of each tree whose tokens are the model's predictions.
 
     Args (B trees of T nodes):
-        predicts: [B * T], written: after each accepted node the model's token.
-        accept_index: [B, depth], written: numbers of the accepted nodes. accept_token_num: [B], written: how many,
+        predicts: [B * T], written: the model's token after each accepted node.
+        accept_index: [B, depth], written: indices of the accepted nodes. accept_token_num: [B], written: their number
             without the root.
-        candidates: [B, T], the nodes' tokens. retrieve_*: as of `tree_links`. target_predict: [B, T].
+        candidates: [B, T], the nodes' tokens. retrieve_*: as for `tree_links`. target_predict: [B, T].
     """
     trees = _trees(candidates, retrieve_next_token, retrieve_next_sibling)
     for b, (tree, wanted) in enumerate(zip(trees, target_predict.tolist(), strict=True)):
@@ -178,13 +177,14 @@ def verify_sampled(
     threshold_acc: float,
     deterministic: bool = True,
 ) -> None:
-    """SGLang's tree_speculative_sampling_target_only: tokens as if each one were drawn from the model's probabilities.
+    """SGLang's tree_speculative_sampling_target_only: tokens are distributed as if drawn from the model's
+    probabilities.
 
     Args besides those of `verify_greedy`:
         uniform_samples: [B, T], uniform_samples_for_final_sampling: [B]: in [0, 1).
         target_probs: [B, T, V]. draft_probs: [B, T, V] of zeros.
-        threshold_single, threshold_acc: above what probability a token is accepted anyway, and what that of siblings
-            is divided by; 1 and 1 keep the model's distribution.
+        threshold_single, threshold_acc: a token is always accepted at this probability or above; the siblings'
+            cumulative probability is divided by threshold_acc. With 1 and 1 the model's distribution is kept.
     """
     for b, tree in enumerate(_trees(candidates, retrive_next_token, retrive_next_sibling)):
         path, drawn = [0], []
@@ -210,7 +210,7 @@ def verify_sampled(
 
 
 class _Tree:
-    """A request's draft: of every node its token, first child and next sibling."""
+    """A request's draft: token, first child and next sibling of every node."""
 
     def __init__(self, tokens: list[int], child: list[int], sibling: list[int]) -> None:
         self.tokens, self._child, self._sibling = tokens, child, sibling
@@ -238,7 +238,7 @@ def _accept(
     accept_token_num: torch.Tensor,
     numbers: torch.Tensor,
 ) -> None:
-    """Write down the path of request b, and the token after each of its nodes."""
+    """Write the accepted path of request b, and the token after each of its nodes."""
     places = numbers[b, list(path)]
     predicts[places] = torch.tensor(after, dtype=predicts.dtype)
     accept_index[b, : len(path)] = places.to(accept_index.dtype)
@@ -254,7 +254,7 @@ def top_k_renorm(probs: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
 
 
 def top_p_renorm(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Of each row [V] the fewest largest probabilities that sum to top_p [N], the others 0, summing to 1."""
+    """For each row [V], keep the fewest largest probabilities that sum to top_p [N]; the others are 0; the sum is 1."""
     ordered = probs.sort(-1, descending=True).values
     before = ordered.cumsum(-1) - ordered
     least = torch.where(before < top_p[:, None], ordered, torch.inf).amin(-1, keepdim=True)
@@ -269,13 +269,13 @@ def move_accepted(
     num_correct_drafts: torch.Tensor,
     token_to_kv_pool_allocator: Any,
 ) -> None:
-    """AROUND spec_utils.move_accept_tokens_to_target_kvcache: accepted nodes' KV goes to the front of the draft's.
+    """AROUND spec_utils.move_accept_tokens_to_target_kvcache: move accepted nodes' KV to the front of the draft's.
 
-    It is appended there anew: so the metadata of every page that it fills is of what was accepted. A request for which
-    that fails is ended, and the others go on.
+    It is appended there, so the metadata of every filled page covers only accepted tokens. If that fails for a request,
+    the request is ended, and the others continue.
 
     Args:
-        accept_index: [B, depth], numbers of the accepted nodes in the batch. num_correct_drafts: [B], their number
+        accept_index: [B, depth], indices of the accepted nodes in the batch. num_correct_drafts: [B], their number
             without the root.
     """
     pool = token_to_kv_pool_allocator.get_kvcache().host
@@ -296,7 +296,7 @@ def move_accepted(
         drafted = pages[b, first : (start + size - 1) // PAGE + 1]
         try:
             for layer in range(pool.shape.layers):
-                # Copies, [T, H, D]: what is written may be what another token is moved from.
+                # `gather` copies, [T, H, D], because sources and targets may overlap.
                 k, v = (of[:, moved].transpose(0, 1) for of in pool.gather(layer, drafted))
                 pool.append(layer, pages[b], start + still, k, v)
         except Exception as error:

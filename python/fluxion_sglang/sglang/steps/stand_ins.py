@@ -1,4 +1,4 @@
-"""PyTorch in place of kernels that some models call by name and SGLang has for GPUs alone; no pinned memory."""
+"""PyTorch code in place of GPU-only kernels that some models call by name; and no pinned memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fluxion_sglang.sglang.compat import Need, check
 
 
 def install() -> None:
-    """Put them in, where the module with the kernel has been imported. Raises CompatError."""
+    """Install the replacements in modules that are already imported. Raises CompatError."""
     for need, function in _FUNCTIONS.items():
         if (module := sys.modules.get(need.module)) is None:
             continue
@@ -40,7 +40,7 @@ def gate_sigmoid_mul_add(x: torch.Tensor, weight: torch.Tensor, shared: torch.Te
 
 
 def clamped_swiglu(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """gate * sigmoid(alpha * gate) * (up + 1) of columns that alternate, clamped (gpt-oss); SGLang compiles its own.
+    """gate * sigmoid(alpha * gate) * (up + 1) of alternating columns, clamped (gpt-oss); SGLang's version is compiled.
 
     Args:
         x: [rows, 2 * inner].
@@ -74,7 +74,7 @@ def rms_apply(
 
     Args:
         q, k: [rows, size]. q_weight, k_weight: [size].
-        sums: [2 * rows], of `sums_of_squares`, added up over the ranks. Each rank has an equal share of a row.
+        sums: [2 * rows], from `sums_of_squares`, summed over the ranks. Each rank has an equal share of a row.
     """
     parts = zip((q, k), (q_weight, k_weight), sums.split(len(q)), strict=True)
     return tuple(
@@ -91,7 +91,7 @@ def split_projections(
     head_qk: int,
     head_v: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Qwen3.5's projections of a layer with a state.
+    """Split the projections of a Qwen3.5 layer with a state.
 
     Args:
         mixed_qkvz: [rows, queries, keys, values and gates of all heads]. mixed_ba: [rows, b and a of all heads].
@@ -111,7 +111,7 @@ def sigmoid_mul(
     """attn_output * sigmoid(gate), in float32 rounded once (Qwen3.5's attention).
 
     Args:
-        attn_output: [rows, columns]. gate: as many elements. quant: of GPUs.
+        attn_output: [rows, columns]. gate: as many elements. quant: GPUs only, ignored.
     """
     made = (attn_output.float() * torch.sigmoid(gate.reshape(attn_output.shape).float())).to(attn_output.dtype)
     return attn_output.copy_(made) if inplace else made
@@ -155,11 +155,11 @@ _FUNCTIONS: dict[Need, Callable[..., Any]] = {
 }
 
 
-# --- Pinned memory, which PyTorch refuses on a machine without an accelerator ---
+# --- pinned memory, which PyTorch refuses on a machine without an accelerator ---
 
 
 def make_lora_manager(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """AROUND LoRAManager.__init__: ordinary memory for SGLang's code for adapters."""
+    """AROUND LoRAManager.__init__: ordinary memory for SGLang's adapter code."""
     if not torch.accelerator.is_available():
         pin_nothing()
         for name in ("lora", "layers", "backend.torch_backend"):
@@ -168,7 +168,7 @@ def make_lora_manager(original: Callable[..., None], *args: Any, **kwargs: Any) 
 
 
 def pin_nothing() -> None:
-    """Tensors that SGLang pins stay as they are."""
+    """Make pinning of tensors a no-op."""
     torch.Tensor.pin_memory = _as_it_is  # type: ignore[assignment]
 
 
@@ -177,7 +177,7 @@ def _as_it_is(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 class _Unpinned:
-    """PyTorch, whose tensors are made without pinning their memory."""
+    """The torch module without pinned memory."""
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(torch, name)

@@ -1,8 +1,8 @@
-"""Layers that keep a state a request in place of keys and values (gated delta rule), where the CPU is the device.
+"""Layers with a state per request in place of keys and values (gated delta rule), if the CPU is the device.
 
-SGLang keeps the states: its pool has a slot for each running request and for each prefix whose state the radix tree
-remembers. It computes them with Triton kernels, which need a GPU. Here the native workers compute them: prompts and
-decode steps by the same kernels, so that a request's state does not depend on how its tokens are divided among passes.
+SGLang manages the states: its pool has a slot for each running request and for each prefix with a state in the radix
+tree. SGLang computes them with Triton kernels, which need a GPU; here the native workers do. Prompts and decode steps
+use the same kernels, so a request's state does not depend on how its tokens are divided among passes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 CHUNK = 64
-"""Tokens of SGLang's chunks. The state of a prefix is remembered where a chunk ends."""
+"""Tokens of SGLang's chunks. States of prefixes are kept at ends of chunks."""
 
 
 def install(native: Contained, paused: Callable[[], AbstractContextManager[None]]) -> None:
-    """Put our kernels in the place of SGLang's. Before SGLang makes its backend of these layers.
+    """Replace SGLang's kernels; call it before SGLang makes its backend of these layers.
 
     Args:
-        paused: a context in which a trace of the step, if there is one, sees nothing (`Tracer.paused`).
+        paused: a context that is excluded from a trace of the step (`Tracer.paused`).
 
     Raises:
         CompatError: this SGLang has other names.
@@ -61,7 +61,7 @@ class DecodeStates:
     """States in step graphs (`graphs.States`).
 
     Args:
-        runner: SGLang's, whose backend of these layers is made after ours.
+        runner: SGLang's. It makes the backend of these layers later than ours, so it is read on use.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -75,7 +75,7 @@ class DecodeStates:
         return [*cache.conv, cache.temporal]
 
     def finish(self, forward_batch: ForwardBatch) -> None:
-        """Copy states that the radix tree is to remember; the model's Python, which does it otherwise, has not run."""
+        """Copy states for the radix tree; the model's Python, which normally does this, does not run in a replay."""
         if (mask := forward_batch.mamba_track_mask) is not None:
             step, (conv, states) = self._step(), self.memory()
             remember(conv, states, step.mamba_cache_indices, mask, step.mamba_track_indices, forward_batch.batch_size)
@@ -85,10 +85,10 @@ class DecodeStates:
 
 
 class DeltaRuleKernel(LinearAttnKernelBase):
-    """SGLang's interface to the gated delta rule; `NativeLayers.delta_rule` says what it computes.
+    """SGLang's interface to the gated delta rule; see `NativeLayers.delta_rule` for the formula.
 
-    Queries, keys and values are [1, rows, heads, size], the result as values. Where the native layer fails, it is
-    zeros, and so is what follows in the pass, which is given up.
+    Queries, keys and values are [1, rows, heads, size], the result as values. If the native layer fails, the result is
+    zeros, and the pass is given up.
     """
 
     supports_track_state_snapshot = True
@@ -159,7 +159,7 @@ def convolve_prompts(
     has_initial_state: torch.Tensor,
     **_: Any,
 ) -> torch.Tensor:
-    """SGLang's `causal_conv1d_fn`, [channels, rows]; `NativeLayers.convolve`."""
+    """SGLang's `causal_conv1d_fn`, [channels, rows]; see `NativeLayers.convolve`."""
     rows = x.T
     out = native(
         lambda layers: layers.convolve(

@@ -1,9 +1,9 @@
-"""What one run of a model computes, seen from outside: the trace that a step graph is made of (`graphs.py`).
+"""Traces a run of a model: the trace from which a step graph is made (`graphs.py`).
 
-A run is traced while it computes as always. Every operation of PyTorch, every native layer and every attention is
-seen, with the tensors that it reads and writes. A trace is whole only if nothing else had a part in the run, so each
-tensor must come from where the trace knows it: the inputs, the model's weights, or an operation before. Whatever
-breaks that rule ends the tracing with a reason, and the run goes on as if nobody had looked.
+A traced run computes as usual. The tracer sees every operation of PyTorch, every native layer and every attention, with
+the tensors that it reads and writes. A trace is complete only if nothing else affects the run. So each tensor must come
+from a known source: the inputs, the model's weights, or an earlier operation. A violation ends the tracing with a
+reason, and the run continues unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TO_PYTHON = {
     getattr(torch.Tensor, name)
     for name in ("tolist", "item", "numpy", "__array__", "__dlpack__", "__bool__", "__int__", "__float__", "__index__")
 }
-"""They hand what is in a tensor to Python, and a trace does not see what Python makes of it."""
+"""Functions that pass a tensor's contents to Python; a trace does not see what Python does with them."""
 _BY_CHANCE_OR_VALUE = (
     torch.Tag.nondeterministic_seeded,
     torch.Tag.data_dependent_output,
@@ -41,19 +41,19 @@ _BY_CHANCE_OR_VALUE = (
 
 
 class Home(Enum):
-    """Whose memory a tensor is in."""
+    """The kind of memory that a tensor is in."""
 
     INPUT = "input"
     WEIGHT = "weight"
     VALUE = "value"
-    """An operation of the run wrote it."""
+    """Written by an operation of the run."""
 
 
 class Ref(NamedTuple):
     """A tensor of a run.
 
     Attributes:
-        number: of the input, the weight or the value whose memory it is in.
+        number: index of the input, weight or value whose memory it uses.
         offset: of its first element, in elements.
     """
 
@@ -66,14 +66,14 @@ class Ref(NamedTuple):
 
 
 class Kind(Enum):
-    """Who computes an operation."""
+    """The kind of an operation."""
 
     LAYER = "layer"
-    """Of `NativeLayers`: `what` is its name, the arguments are those of `NativeLayers.compute`."""
+    """A layer of `NativeLayers`: `what` is its name, with the arguments of `NativeLayers.compute`."""
     TORCH = "torch"
-    """`what` is the overload."""
+    """An operation of PyTorch: `what` is the overload."""
     OWN = "own"
-    """Whoever called `Tracer.own`: `what` is the key given there."""
+    """An operation passed to `Tracer.own`: `what` is its key."""
 
 
 class Op(NamedTuple):
@@ -81,7 +81,7 @@ class Op(NamedTuple):
 
     Attributes:
         arguments: positional, with a Ref for every tensor. keywords: pairs.
-        results: what it wrote beside its arguments.
+        results: tensors that it wrote, other than its arguments.
     """
 
     kind: Kind
@@ -97,11 +97,11 @@ class Op(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """A run. Two that are equal compute the same of the same inputs and weights.
+    """A run. Two equal traces compute the same result from the same inputs and weights.
 
     Attributes:
-        inputs: what the run was given. result: what came of it.
-        weights: addresses of the weights in use. values: bytes of what operations wrote.
+        inputs: the inputs of the run. result: its result.
+        weights: addresses of the weights in use. values: sizes in bytes of the memory that operations wrote.
     """
 
     ops: tuple[Op, ...]
@@ -115,12 +115,12 @@ class Tracer:
     """Traces what runs inside `with`.
 
     Args:
-        inputs: tensors that every run brings; it does not write them.
-        weights: the model's parameters and buffers; it does not write them either.
+        inputs: tensors that every run provides; the run must not write them.
+        weights: the model's parameters and buffers; the run must not write them either.
 
     Attributes:
-        reason: why there is no trace, completes "because"; None while there is none.
-        held: the weights in use, by their number.
+        reason: why there is no trace, completes "because"; None: there is one so far.
+        held: the weights in use, by number.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor], weights: Iterable[torch.Tensor]) -> None:
@@ -130,12 +130,12 @@ class Tracer:
         self._homes: dict[int, tuple[Home, int]] = {}
         self._ops: list[Op] = []
         self._values: list[int] = []
-        # No address may come twice, so nothing is freed until the run is over.
+        # Keep all tensors alive until the run is over, so that no address is reused.
         self._alive: list[Any] = list(inputs)
         self._stack = ExitStack()
         self._looking = True
         for number, tensor in enumerate(inputs):
-            # Replays have memory of just this size for each of them.
+            # Replays allocate exactly this size for each input.
             if not tensor.is_contiguous() or tensor.storage_offset() or _address(tensor) in self._homes:
                 self._end("an input is a part of other memory")
             self._homes[_address(tensor)] = Home.INPUT, number
@@ -150,7 +150,7 @@ class Tracer:
         self._stack.close()
 
     def trace(self, result: object) -> Trace | None:
-        """What the run did, whose result this is; None where there is a `reason`."""
+        """The trace of the run with this result; None if there is a `reason`."""
         found = self._attempt(lambda: self._ref(self._tensor(result)))
         trace = None
         if found is not None and self.reason is None:
@@ -161,7 +161,7 @@ class Tracer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs here is told to the tracer by another way, or is no part of the run."""
+        """Exclude what runs here: it is reported to the tracer separately, or is not part of the run."""
         before, self._looking = self._looking, False
         try:
             yield
@@ -169,11 +169,11 @@ class Tracer:
             self._looking = before
 
     def own(self, key: Any, arguments: Sequence[Any], compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The result of `compute`, which is one operation.
+        """Run `compute` as one operation and return its result.
 
         Args:
-            key: what the operation is; equal where it is the same.
-            arguments: what it reads.
+            key: identifies the operation; equal for equal operations.
+            arguments: the tensors that it reads.
         """
         with self.paused():
             result = compute()
@@ -181,7 +181,7 @@ class Tracer:
         return result
 
     def layer(self, name: str, arguments: Sequence[Any]) -> None:
-        """A native layer has been computed; arguments as of `NativeLayers.compute`."""
+        """Record a computed native layer; arguments as for `NativeLayers.compute`."""
         if self.reason is not None:
             return
         written = WRITTEN[name]
@@ -191,7 +191,7 @@ class Tracer:
         self._add(Kind.LAYER, name, tuple(arguments), {}, ())
 
     def operation(self, func: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """The result of an operation of PyTorch."""
+        """Run and record an operation of PyTorch."""
         result = func(*arguments, **keywords)
         if not self._looking or self.reason is not None:
             return result
@@ -203,7 +203,7 @@ class Tracer:
         if any(tag in func.tags for tag in _BY_CHANCE_OR_VALUE):
             self._end(f"{func} depends on chance or on what is in a tensor")
         elif not (written or fresh or func.namespace == "aten"):
-            # PyTorch's own operation would be a view. Others may write what their schema does not name.
+            # An aten operation without new results is a view. Others may write undeclared tensors.
             self._end(f"{func} gives nothing new and may write what it does not say")
         elif written:
             for tensor in written:
@@ -211,11 +211,11 @@ class Tracer:
             self._add(Kind.TORCH, func, arguments, keywords, ())
         elif func.overloadpacket not in _UNFILLED and fresh:
             self._add(Kind.TORCH, func, arguments, keywords, results)
-        # What is left are views, and memory that nobody has written.
+        # The remaining results are views and uninitialized memory.
         return result
 
     def asked(self, func: Any) -> None:
-        """A function of PyTorch is called from Python."""
+        """Check a PyTorch function that is called from Python."""
         if self._looking and func in _TO_PYTHON:
             self._end(f"the model's Python looks into a tensor ({func.__name__})")
 
@@ -239,7 +239,7 @@ class Tracer:
         return self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
     def _ref(self, tensor: torch.Tensor) -> Ref:
-        """Raises _Unknown."""
+        """The Ref of a tensor. Raises _Unknown."""
         home, number = self._home(tensor)
         if tensor.is_neg() or tensor.is_conj():
             raise _Unknown("a tensor's memory is not what it stands for")
@@ -248,7 +248,7 @@ class Tracer:
         )
 
     def _home(self, tensor: torch.Tensor, written: bool = False) -> tuple[Home, int]:
-        """Where a tensor is; a value that is written for the first time is there from now on. Raises _Unknown."""
+        """The home of a tensor; a first write makes new memory a value. Raises _Unknown."""
         address = _address(tensor)
         home = self._homes.get(address)
         if home is None and address in self._weights:
@@ -281,7 +281,7 @@ class Tracer:
 
 
 class TracedLayers(NativeLayers):
-    """The layers of another object, told to a tracer."""
+    """The layers of another object, reported to a tracer."""
 
     def __init__(self, layers: NativeLayers, tracer: Tracer) -> None:
         self.handle = layers.handle
@@ -294,7 +294,7 @@ class TracedLayers(NativeLayers):
 
 
 class _Unknown(Exception):
-    """The trace cannot tell what a tensor is."""
+    """The trace does not know the source of a tensor."""
 
 
 class _Operations(TorchDispatchMode):
@@ -317,7 +317,7 @@ class _Functions(TorchFunctionMode):
 
 
 def is_ref(leaf: Any) -> bool:
-    """A Ref is one thing, though it is a tuple."""
+    """Whether a leaf is a Ref, which would otherwise be flattened as a tuple."""
     return isinstance(leaf, Ref)
 
 

@@ -1,1 +1,1 @@
-"""What SGLang is told about quantised weights, and the layers that hold them."""
+"""Registers quantised weights with SGLang, and the layers that hold them."""

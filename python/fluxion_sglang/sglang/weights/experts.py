@@ -1,7 +1,7 @@
-"""Experts (SGLang's FusedMoE) whose weights are integers of 8 or 4 bits, each expert packed alone.
+"""Experts (SGLang's FusedMoE) with 8-bit or 4-bit integer weights; each expert is packed separately.
 
 `layers.install` gives their method the native kernels. Without these, and for many rows, SGLang's loop over experts
-computes, and takes each expert's weights in the dtype of its rows.
+computes, with each expert's weights unpacked to the dtype of the input.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fluxion_sglang.sglang.weights.methods import Native, Part, wide_slices
 from fluxion_sglang.weights.quantised import Format
 
 WEIGHTS = ("w13_weight", "w2_weight")
-"""A layer's parameters: [experts, outputs, inputs], of gates and then of what they multiply; and of what follows."""
+"""A layer's parameters, [experts, outputs, inputs]: gate and up projections in one, and the down projection."""
 
 
 def computes_experts(layer: nn.Module) -> bool:
-    """Whether the kernels have what these experts compute."""
+    """Whether the kernels support the activation and options of these experts."""
     config: Any = layer.moe_runner_config
     special = (
         config.apply_router_weight_on_input,
@@ -38,22 +38,22 @@ def computes_experts(layer: nn.Module) -> bool:
 
 
 def biases_of(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Of gate_up and down, [experts, outputs] float32; None: these experts have none."""
+    """Biases of gate_up and down, [experts, outputs] float32; None: these experts have none."""
     held: Any = layer
     return (held.w13_weight_bias, held.w2_weight_bias) if held.with_bias else None
 
 
 def clamps_of(layer: nn.Module) -> tuple[float, float] | None:
-    """alpha and limit of gpt-oss's experts, whose rows of gate_up alternate; None: these are others."""
+    """alpha and limit of gpt-oss's experts, whose rows of gate_up alternate; None for other experts."""
     config: Any = layer.moe_runner_config
     return None if config.gemm1_alpha is None else (float(config.gemm1_alpha), float(config.gemm1_clamp_limit))
 
 
 def hold_experts(layer: nn.Module, name: str, packed: torch.Tensor, size: tuple[int, int], form: Format) -> Any:
-    """Give a layer one of its weights; returns the parameter.
+    """Set one of a layer's packed weights; returns the parameter.
 
     Args:
-        packed: [experts, panels, bytes] uint8, of each expert as of `pack`. size: an expert's outputs and inputs.
+        packed: [experts, panels, bytes] uint8, each expert as from `pack`. size: an expert's outputs and inputs.
     """
     weight: Any = nn.Parameter(packed, requires_grad=False)
     weight.held = *size, form
@@ -62,13 +62,13 @@ def hold_experts(layer: nn.Module, name: str, packed: torch.Tensor, size: tuple[
 
 
 def formats_of(layer: nn.Module) -> tuple[Format, Format] | None:
-    """How the weights of these experts are packed; None if they are not."""
+    """The formats of these experts' packed weights; None if they are not packed."""
     held: Any = [getattr(getattr(layer, name), "held", None) for name in WEIGHTS]
     return None if None in held else (held[0][-1], held[1][-1])
 
 
 class PackedExpertsMethod(UnquantizedFusedMoEMethod):
-    """Computes experts whose weights are packed, or not. What loads them is a subclass's.
+    """Computes experts with packed or plain weights. Subclasses load them.
 
     Attributes:
         native: the kernels; None: PyTorch computes.
@@ -86,7 +86,7 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):
 
 
 class WideExperts:
-    """The weights of packed experts in a dtype, each when it is asked for."""
+    """The weights of packed experts in a dtype, unpacked on access."""
 
     def __init__(self, packed: Any, native: Native | None, dtype: torch.dtype) -> None:
         self._packed, self._native, self._dtype = packed, native, dtype
@@ -97,7 +97,7 @@ class WideExperts:
 
 
 class _WithWideExperts:
-    """A layer whose experts SGLang's method may take one by one."""
+    """A layer whose experts are unpacked one by one, for SGLang's method."""
 
     def __init__(self, layer: nn.Module, native: Native | None, dtype: torch.dtype) -> None:
         self._layer = layer

@@ -1,9 +1,9 @@
 """GGUF files on a CPU: hooks in SGLang's loader for them, and methods for its layers.
 
-SGLang has kernels for such files on GPUs alone. It also leaves the rows of queries and keys, and the weights of norms,
-as llama.cpp's converter has changed them. Here, when all weights are loaded, blocks become packed integers, with no
-rounding but that of `weights/ggml.py`. SGLang's own layers have the embedding and the weights that the file does not
-quantise, in the model's dtype. If the embedding makes the logits as well, its blocks are packed besides.
+SGLang has kernels for such files only on GPUs. It also does not undo the changes of llama.cpp's converter to the rows
+of queries and keys and to the weights of norms. Here, blocks become packed integers after loading, with no rounding but
+that of `weights/ggml.py`. SGLang's own layers hold the embedding and weights that the file does not quantise, in the
+model's dtype. If the embedding also makes the logits, its blocks are packed as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fluxion_sglang.sglang.weights.methods import PlainConfig, QuantisedMethod, 
 from fluxion_sglang.weights import ggml
 from fluxion_sglang.weights.quantised import Quantised, pack, slices
 
-# --- What the loader reads ---
+# --- loading ---
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Blocks:
     """The attribute `ggml` of a tensor of blocks, [outputs, bytes] uint8.
 
     Attributes:
-        kind: the number of their type. inputs: of the weight.
+        kind: number of the blocks' type. inputs: of the weight.
     """
 
     kind: int
@@ -50,7 +50,7 @@ def _is_ours() -> bool:
 
 
 def get_gguf_weights_map(original: Callable[..., Any], loader: Any, model_config: Any) -> Any:
-    """The names of tensors, from the header; SGLang makes a second model to find them."""
+    """AROUND GGUFModelLoader._get_gguf_weights_map: names from the header; SGLang builds a second model."""
     if not _is_ours():
         return original(loader, model_config)
     names = gguf_model.names_of(ggml.read_header(Path(model_config.model_path)))
@@ -58,7 +58,7 @@ def get_gguf_weights_map(original: Callable[..., Any], loader: Any, model_config
 
 
 def get_gguf_extra_tensor_names(original: Callable[..., Any], gguf_file: str, gguf_to_hf_name_map: Any) -> Any:
-    """The names that the file lacks, from the header; SGLang reads all of the vocabulary to find them."""
+    """The names that the file lacks, read from the header; SGLang reads the whole vocabulary to find them."""
     if not _is_ours():
         return original(gguf_file, gguf_to_hf_name_map)
     found = ggml.read_header(Path(gguf_file)).tensors
@@ -73,7 +73,7 @@ def _weights(header: ggml.Header, names: dict[str, str]) -> Iterator[tuple[str, 
     for name in filter(names.__contains__, header.tensors):
         loaded = _loaded(header, name)
         if name == gguf_model.EMBEDDING or name.endswith(gguf_model.ROUTER):
-            # Layers of SGLang's own or PyTorch's. SGLang reads weights with their dtype as PyTorch's default.
+            # For layers of SGLang or PyTorch. SGLang loads weights with the model's dtype as PyTorch's default.
             loaded = _wide(loaded, torch.get_default_dtype())
         yield names[name], loaded
 
@@ -86,7 +86,7 @@ def _loaded(header: ggml.Header, name: str) -> torch.Tensor:
 
 
 def load_model(original: Callable[..., Any], loader: Any, *, model_config: Any, device_config: Any) -> Any:
-    """Packs the embedding's blocks where it makes the logits as well."""
+    """Also pack the embedding's blocks if it makes the logits."""
     model = original(loader, model_config=model_config, device_config=device_config)
     if _is_ours() and gguf_model.is_tied(header := ggml.read_header(Path(model_config.model_path))):
         blocks = _loaded(header, gguf_model.EMBEDDING)
@@ -97,11 +97,11 @@ def load_model(original: Callable[..., Any], loader: Any, *, model_config: Any, 
     return model
 
 
-# --- Layers ---
+# --- layers ---
 
 
 class GgufConfig(PlainConfig):
-    """What SGLang asks about the format."""
+    """SGLang's configuration class of the format."""
 
     def get_name(self) -> str:
         return "gguf"
@@ -115,9 +115,9 @@ class GgufConfig(PlainConfig):
 
 
 class _Shards:
-    """Loads a weight: keeps its shards, blocks or tensors that are not quantised, by SGLang's names for them.
+    """A weight loader that keeps the shards of a weight, as blocks or plain tensors, by SGLang's names for them.
 
-    What is loaded for the first expert is that of all.
+    A tensor that is loaded for the first expert has the weights of all experts.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class _Shards:
         self._found[shard_id or shard] = loaded
 
     def in_order(self, outputs: Sequence[int], inputs: int) -> list[torch.Tensor]:
-        """The shards in the order of the layer's outputs. Raises ConfigError if their shapes are others."""
+        """The shards in the order of the layer's outputs. Raises ConfigError if their shapes differ."""
         found = [self._found[shard] for shard in sorted(self._found, key=lambda name: _ORDER.get(name, name))]
         shapes, wanted = [_shape(shard) for shard in found], [[each, inputs] for each in outputs]
         if shapes != wanted:
@@ -142,7 +142,7 @@ class _Shards:
 
 
 def _shape(stored: torch.Tensor) -> list[int]:
-    """Outputs and inputs."""
+    """Outputs and inputs of a shard."""
     blocks: Blocks | None = getattr(stored, "ggml", None)
     return [*stored.shape] if blocks is None else [len(stored), blocks.inputs]
 
@@ -151,7 +151,7 @@ _ORDER: dict[Any, int] = {"q": 0, "k": 1, "v": 2, None: 0, "w1": 0, "w3": 1, "w2
 
 
 class GgufLinearMethod(QuantisedMethod):
-    """Keeps the blocks of a layer as they are loaded, and packs them when all are there."""
+    """Keeps the blocks of a layer as they are loaded, and packs them when all are loaded."""
 
     def create_weights(
         self,
@@ -178,7 +178,7 @@ class GgufLinearMethod(QuantisedMethod):
 
 
 class GgufHeadMethod(GgufLinearMethod):
-    """The same for the layer that makes logits. If it is the embedding as well, its `weight` serves the look-ups."""
+    """The method of the layer that makes logits. If it is also the embedding, its `weight` serves the look-ups."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         assert isinstance(layer, ParallelLMHead)
@@ -197,7 +197,7 @@ class GgufHeadMethod(GgufLinearMethod):
 
 
 class GgufExpertsMethod(PackedExpertsMethod):
-    """The same of experts. Where one of their matrices is not quantised in the file, none is here."""
+    """The method of experts. If the file does not quantise one of their matrices, all stay plain here."""
 
     def create_weights(
         self,
@@ -247,7 +247,7 @@ def _weight(data: torch.Tensor, load: Callable[..., None]) -> nn.Parameter:
 
 
 def _take(layer: nn.Module, outputs: Any, name: str = "weight") -> list[torch.Tensor] | None:
-    """The shards of a layer, which takes no more of them; None if they were taken before."""
+    """Take the shards of a layer, which accepts no further ones; None if they were taken before."""
     weight: Any = getattr(layer, name)
     load = weight.weight_loader
     if not isinstance(load, _Shards):
@@ -263,7 +263,7 @@ def _be_dense(layer: nn.Module, weight: torch.Tensor) -> None:
 
 
 def _hold(layer: nn.Module, found: Sequence[torch.Tensor]) -> None:
-    """Give a layer shards of blocks."""
+    """Set a layer's weight from shards of blocks."""
     hold(layer, (weight for shard in found for weight in _decoded(shard)))
 
 
@@ -273,12 +273,12 @@ def _decoded(shard: torch.Tensor) -> Iterator[Quantised]:
 
 
 def _packed(shard: torch.Tensor) -> torch.Tensor:
-    """Blocks as panels; those of an expert are whole ones."""
+    """Blocks as panels; an expert fills whole panels."""
     return torch.cat([pack(weight) for weight in _decoded(shard)])
 
 
 def _wide(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight in this dtype, in memory of its own."""
+    """The weight in this dtype, as a copy."""
     blocks: Blocks | None = getattr(stored, "ggml", None)
     if blocks is None:
         return stored.to(dtype, copy=True)

@@ -1,4 +1,4 @@
-"""Layers whose weights are integers of 8 or 4 bits.
+"""Layers with 8-bit or 4-bit integer weights.
 
 A layer holds one packed weight, or several if a GGUF file has its parts in different types (such as the values in
 `qkv_proj`). `layers.install` gives the layer's method the native kernels. Without them PyTorch computes with one slice
@@ -22,10 +22,10 @@ from fluxion_sglang.weights.quantised import PANEL, Format, Quantised, pack, sli
 
 @dataclass(frozen=True)
 class Part:
-    """The packed weight of some outputs of a layer; the outputs of its parts follow one another.
+    """The packed weight of consecutive outputs of a layer; its parts are concatenated along the outputs.
 
     Attributes:
-        packed: what `pack` returned; a parameter of the layer. outputs, inputs: its size. format: of the weight.
+        packed: the result of `pack`, a parameter of the layer. outputs, inputs: its size. format: of the weight.
     """
 
     packed: torch.Tensor
@@ -34,7 +34,7 @@ class Part:
     format: Format
 
     def panels(self, rows: slice) -> torch.Tensor:
-        """The panels of some rows; the first row is the first of a panel."""
+        """The panels of some rows, which begin on a panel."""
         return self.packed[rows.start // PANEL : -(-rows.stop // PANEL)]
 
     def wide(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
@@ -43,17 +43,17 @@ class Part:
 
 
 class Native(Protocol):
-    """The native kernels, as `layers.install` gives them to a method."""
+    """The native kernels, which `layers.install` gives to a method."""
 
     def __call__(self, x: torch.Tensor, parts: Sequence[Part], bias: torch.Tensor | None) -> torch.Tensor | None:
-        """x weight^T + bias, or None if PyTorch has to compute it."""
+        """x weight^T + bias, or None if PyTorch must compute it."""
 
     def wide(self, part: Part, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-        """As `Part.wide`. The next call overwrites the result."""
+        """The same as `Part.wide`. The next call overwrites the result."""
 
 
 def packed(weight: Quantised) -> torch.Tensor:
-    """As of `pack`. Raises ConfigError where a scale has no float16: the server then says that sentence alone."""
+    """The result of `pack`. Raises ConfigError with one sentence if a scale does not fit into float16."""
     try:
         return pack(weight)
     except ValueError as error:
@@ -64,9 +64,9 @@ def packed(weight: Quantised) -> torch.Tensor:
 
 
 def hold(layer: nn.Module, weights: Iterable[Quantised], name: str = "packed") -> None:
-    """Packs weights and gives them to a layer, whose outputs are theirs in this order.
+    """Pack weights and set them on a layer. Their outputs are the layer's outputs, in this order.
 
-    Neighbours of one format become one parameter. Parameters are called `name`, `name`1, `name`2 and so on.
+    Adjacent weights of one format become one parameter. Parameters are called `name`, `name`1, `name`2 and so on.
 
     Raises:
         ConfigError: a scale is not finite as float16.
@@ -88,20 +88,20 @@ def hold(layer: nn.Module, weights: Iterable[Quantised], name: str = "packed") -
 
 
 def parts_of(layer: nn.Module) -> list[Part]:
-    """The weights that `hold` gave to a layer."""
+    """The weights that `hold` has set on a layer."""
     found: Any = getattr(layer, "quantised", ())
     return [Part(getattr(layer, name), outputs, inputs, form) for name, outputs, inputs, form in found]
 
 
 def drop(layer: nn.Module) -> None:
-    """Take a layer's weights away."""
+    """Remove a layer's packed weights."""
     for name, *_ in getattr(layer, "quantised", ()):
         delattr(layer, name)
     layer.quantised = ()  # type: ignore[assignment]
 
 
 class OnCpu:
-    """What SGLang asks about a format, answered for the CPU."""
+    """Answers of SGLang's format interface for the CPU."""
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float32]
@@ -115,7 +115,7 @@ class OnCpu:
 
 
 class PlainConfig(OnCpu, QuantizationConfig):
-    """The configuration of a format that needs none. Its name, and the methods of layers, are a subclass's."""
+    """The configuration of a format without options. Subclasses define its name and the methods of layers."""
 
     @staticmethod
     def get_config_filenames() -> list[str]:
@@ -137,14 +137,14 @@ class QuantisedMethod(LinearMethodBase):
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         parts = parts_of(layer)
-        if not parts:  # it waits for weights, or cannot be quantised
+        if not parts:  # weights are not loaded yet, or cannot be quantised
             assert isinstance(layer.weight, torch.Tensor)
             return F.linear(x, layer.weight, bias)
         return product(self.native, x, parts, bias)
 
 
 def product(native: Native | None, x: torch.Tensor, parts: Sequence[Part], bias: torch.Tensor | None) -> torch.Tensor:
-    """x weight^T + bias of the weights' parts."""
+    """x weight^T + bias for a weight in parts."""
     if native is not None and (out := native(x, parts, bias)) is not None:
         return out
     if x.numel() == 0:
@@ -154,8 +154,8 @@ def product(native: Native | None, x: torch.Tensor, parts: Sequence[Part], bias:
 
 
 def multiplied_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which PyTorch computes products of this dtype with many rows. On a CPU whose instructions oneDNN has
-    no bfloat16 kernels for (AVX2), PyTorch multiplies bfloat16 at a fifth of the speed of float32."""
+    """The dtype in which PyTorch multiplies many rows of this dtype. On a CPU without bfloat16 kernels in oneDNN
+    (AVX2), PyTorch multiplies bfloat16 at a fifth of the speed of float32."""
     return torch.float32 if dtype is torch.bfloat16 and SLOW_BFLOAT16 else dtype
 
 
@@ -163,7 +163,7 @@ SLOW_BFLOAT16: Final = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def multiply(x: torch.Tensor, weights: Iterable[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-    """x weight^T + bias in the dtype of x, of some rows of the weight after the other, in the dtype of
+    """x weight^T + bias in the dtype of x. The weight comes as consecutive slices of rows, in the dtype of
     `multiplied_in`."""
     wide = x.to(multiplied_in(x.dtype))
     columns = [F.linear(wide, rows).to(x.dtype) for rows in weights]
@@ -172,6 +172,6 @@ def multiply(x: torch.Tensor, weights: Iterable[torch.Tensor], bias: torch.Tenso
 
 
 def wide_slices(native: Native | None, part: Part, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The weight's rows in this dtype, a slice at a time. The next slice may overwrite the last one."""
+    """The weight's rows in this dtype, one slice at a time. The next slice may overwrite the previous one."""
     for rows in slices(part.outputs, part.inputs):
         yield part.wide(rows, dtype) if native is None else native.wide(part, rows, dtype)

@@ -1,6 +1,6 @@
-"""gpt-oss as it is published, on a CPU: experts in MXFP4, which the kernels multiply in 8 bits.
+"""gpt-oss's published checkpoints on a CPU: experts in MXFP4, which the kernels multiply as 8-bit integers.
 
-The numbers of MXFP4 are integers from -12 to 12 times half a power of two, so 8 bits hold them exactly
+MXFP4 numbers are integers from -12 to 12 times half a power of two, so 8 bits represent them exactly
 (`weights/checkpoints.py`). With its scales a weight takes 8.5 bits, twice as much as in the file.
 """
 
@@ -36,7 +36,7 @@ _NO_UPDATE = (
 
 
 class Mxfp4CpuConfig(OnCpu, Mxfp4Config):
-    """What SGLang asks about the format."""
+    """SGLang's configuration class of the format."""
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, FusedMoE):
@@ -45,8 +45,8 @@ class Mxfp4CpuConfig(OnCpu, Mxfp4Config):
 
 
 class Mxfp4ExpertsMethod(PackedExpertsMethod):
-    """Packs a layer's two weights. A weight arrives as two tensors, numbers and scales, and is packed when both are
-    there."""
+    """Packs a layer's two weights. A weight is loaded as two tensors, numbers and scales, and packed when both are
+    present."""
 
     def create_weights(
         self,
@@ -96,9 +96,9 @@ def _gather(
     loaded: torch.Tensor,
     **_: Any,
 ) -> None:
-    """Keep a part of a weight, and pack the weight if the other part is there."""
+    """Keep a part of a weight, and pack the weight when both parts are present."""
     try:
-        # SGLang's loaders may use the memory again for what comes next.
+        # Copy, because SGLang's loaders may reuse the memory for the next tensor.
         found[part] = loaded.reshape(size).clone()
     except RuntimeError:
         raise _unserved(

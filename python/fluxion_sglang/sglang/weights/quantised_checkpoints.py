@@ -1,11 +1,11 @@
-"""Quantised checkpoints on a CPU: GPTQ, AutoRound, AWQ, compressed-tensors of integers, and gpt-oss in MXFP4.
+"""Quantised checkpoints on a CPU: GPTQ, AutoRound, AWQ, compressed-tensors with integers, and gpt-oss in MXFP4.
 
-SGLang reads the configuration, decides which layers are quantised, makes the parameters that the checkpoint fills and
-cuts them between ranks. Its kernels for them need a GPU. Here the parameters are unpacked when all are loaded, and the
-layer holds the weight like any quantised one (`methods.py`).
+SGLang reads the configuration, decides which layers are quantised, makes the parameters of the checkpoint and shards
+them between ranks. Its kernels need a GPU. Here the parameters are unpacked after loading, and the layer holds the
+weight like any quantised one (`methods.py`).
 
-W8A8 is computed as W8A16: activations keep 16 bits, which is more exact than the format asks. Scales and minima become
-float16, which rounds them by at most 2^-11 of themselves.
+W8A8 is computed as W8A16: activations keep 16 bits, which is more exact than the format requires. Scales and minima
+become float16, which rounds them by at most 2^-11 of their value.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fluxion_sglang.weights.quantised import BLOCK, Quantised
 
 _MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _OPTIONAL = ("g_idx", "weight_shape", "input_scale", "input_zero_point")
-"""Of what a checkpoint has of a layer. The first two say what is the case anyway."""
+"""Optional parameters of a layer in a checkpoint. The first two are redundant."""
 _INSTEAD = "give the model in another format, or in bfloat16"
 
 
@@ -57,7 +57,7 @@ class _Gptq(GPTQLinearScheme):
     across_outputs = True
 
     def _init_kernel(self, quant_config: Any) -> Any:
-        quant_config.desc_act = False  # with static groups; SGLang would give each rank the scales of all ranks
+        quant_config.desc_act = False  # also with static groups: SGLang would give each rank the scales of all ranks
         return SimpleNamespace()
 
     @property
@@ -88,7 +88,7 @@ class _Awq(AWQLinearScheme):
         return int(self.quant_config.group_size)
 
     def create_weights(self, layer: Any, input_size: int, **kwargs: Any) -> None:
-        if self.group == -1:  # of all inputs, which SGLang does not know here
+        if self.group == -1:  # one group of all inputs, whose number SGLang does not know here
             whole = AWQConfig(self.bits, input_size, self.quant_config.zero_point)
             _Awq(whole).create_weights(layer=layer, input_size=input_size, **kwargs)
         else:
@@ -111,7 +111,7 @@ class _PackQuantised(CompressedTensorsWNA16):
 
 
 class _Unused(BasevLLMParameter):
-    """A parameter that a checkpoint has and nothing here needs."""
+    """A parameter of a checkpoint that is ignored."""
 
     def _load(self, *_: Any, **__: Any) -> None:
         pass
@@ -128,18 +128,18 @@ class _IntQuantised(CompressedTensorsW8A8Int8):
 
     def create_weights(self, layer: Any, weight_loader: Any, **kwargs: Any) -> None:
         super().create_weights(layer=layer, weight_loader=weight_loader, **kwargs)
-        for name in ("input_scale", "input_zero_point"):  # of activations, where they are static
+        for name in ("input_scale", "input_zero_point"):  # of static activations
             layer.register_parameter(name, _Unused(torch.empty(1), weight_loader=weight_loader))
 
     def quantised(self, layer: Any) -> Quantised:
         scales = layer.weight_scale.data
-        if scales.dim() == 1:  # one of each of the layers that are merged
+        if scales.dim() == 1:  # one scale for each merged layer
             scales = scales.repeat_interleave(torch.tensor(layer.logical_widths)).unsqueeze(1)
         return checkpoints.int_quantised(layer.weight, scales)
 
 
 def _fitting(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`load`, which counts what a parameter gets, and refuses what does not fit: SGLang asserts it without a word."""
+    """Wrap `load` to count loads of a parameter, and to refuse wrong shapes with a sentence (SGLang only asserts)."""
 
     def loading(parameter: Any, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         parameter.loads = _loads(parameter) + 1
@@ -170,7 +170,7 @@ class CheckpointMethod(QuantisedMethod):
         self._names: list[str] = []
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Parameters for the packed weight, with scales in float32: SGLang would round float16 to bfloat16."""
+        """Make parameters for the packed weight, with float32 scales: SGLang would round float16 to bfloat16."""
         names = ("input_size_per_partition", "output_partition_sizes", "input_size", "output_size", "params_dtype")
         given = dict(zip(names, args, strict=False)) | kwargs
         self._check(layer, **given)
@@ -183,7 +183,7 @@ class CheckpointMethod(QuantisedMethod):
         before = set(dict(layer.named_parameters(recurse=False)))
         self.scheme.create_weights(layer=layer, **self._given)
         self._names = [name for name, _ in layer.named_parameters(recurse=False) if name not in before]
-        for name in self._names:  # so that those which the checkpoint lacks are noticed
+        for name in self._names:  # NaN marks parameters that the checkpoint lacks
             if (parameter := getattr(layer, name)).is_floating_point():
                 parameter.data.fill_(torch.nan)
 
@@ -196,11 +196,11 @@ class CheckpointMethod(QuantisedMethod):
         output_size: int,
         **_: Any,
     ) -> None:
-        """Refuse layers that are not whole groups and words. Raises ConfigError."""
+        """Refuse layers that split a group or a packed word. Raises ConfigError."""
         scheme, inputs, word = self.scheme, input_size_per_partition, 32 // self.scheme.bits
         ranks = max(input_size // inputs, output_size // sum(output_partition_sizes))
         group = BLOCK if scheme.group == -1 else scheme.group
-        if scheme.group == -1 and isinstance(scheme, _Awq):  # whose scales SGLang would cut
+        if scheme.group == -1 and isinstance(scheme, _Awq):  # SGLang would shard its scales
             group = input_size
         if inputs % group:
             why = f"a layer of {input_size} inputs has {inputs} on each of {ranks} ranks, not whole groups of {group}"
@@ -217,9 +217,9 @@ class CheckpointMethod(QuantisedMethod):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         if not all(hasattr(layer, name) for name in self._names):
-            return  # nothing has been loaded since
+            return  # no load since the last call
         (scales,) = (getattr(layer, name) for name in self._names if name in ("scales", "weight_scale"))
-        if not (scales.isnan().all() and parts_of(layer)):  # else other layers have been updated
+        if not (scales.isnan().all() and parts_of(layer)):  # else only other layers were updated
             if not scales.isfinite().all():
                 raise _unserved(
                     "a layer that its configuration says is quantised lacks scales or has some that are not finite"
@@ -241,8 +241,8 @@ class CheckpointMethod(QuantisedMethod):
 
 class _OnCpu(OnCpu):
     def get_quant_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
-        """The method of a layer. That of a merged layer is found by the names of its parts, which are the names in the
-        checkpoint. Raises ConfigError if the parts are quantised in different ways."""
+        """The method of a layer. For a merged layer it is looked up by the names of its parts, which the checkpoint
+        uses. Raises ConfigError if the parts are quantised in different ways."""
         if isinstance(layer, FusedMoE):
             raise _unserved("quantised experts have no kernels yet")
         before, _, last = prefix.rpartition(".")
@@ -274,7 +274,7 @@ class _OnCpu(OnCpu):
 
 
 def _kind(method: QuantizeMethodBase | None) -> Any:
-    """What methods of parts of one layer must have in common."""
+    """The properties that methods of parts of one layer must share."""
     if not isinstance(method, CheckpointMethod):
         return None
     return type(method.scheme), method.scheme.bits, method.scheme.group, method.scheme.across_outputs
@@ -283,7 +283,7 @@ def _kind(method: QuantizeMethodBase | None) -> Any:
 class _GptqConfig(_OnCpu, GPTQConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        form = config.get("checkpoint_format") or config.get("format", "")  # of which SGLang reads the first alone
+        form = config.get("checkpoint_format") or config.get("format", "")  # SGLang reads only the first key
         return super().from_config({"desc_act": False} | config | {"checkpoint_format": form})
 
 
@@ -312,10 +312,10 @@ CONFIGS = {
     "compressed-tensors": _CompressedTensorsConfig,
     "mxfp4": Mxfp4CpuConfig,
 }
-"""By their names, those of `served_formats.NAMES`."""
+"""The configurations by the names in `served_formats.NAMES`."""
 
 
 def register() -> None:
-    """Give SGLang these configurations, if the platform is ours."""
+    """Register these configurations with SGLang, if the platform is ours."""
     if isinstance(current_platform, PortableCpuPlatform):
         QUANTIZATION_METHODS.update(CONFIGS)

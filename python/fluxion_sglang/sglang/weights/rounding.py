@@ -1,9 +1,9 @@
-"""`--quantization fluxion-int8`: linear layers and experts whose weights are rounded to 8 bits when they are loaded.
+"""`--quantization fluxion-int8`: linear layers and experts whose weights are rounded to 8 bits after loading.
 
-A decode step reads every weight, and reads half as many bytes as in bfloat16. 32 inputs of an output share a scale,
-which rounds a weight by 0.54% (root mean square). The layer that makes logits, which may be the embedding as well, gets
-a rounded copy. Layers whose inputs are no multiple of 32, and experts that the kernels cannot compute
-(`computes_experts`), keep the checkpoint's weights.
+A decode step reads every weight, and here half as many bytes as in bfloat16. 32 inputs of an output share a scale,
+which rounds a weight by 0.54% (root mean square). The layer that makes logits, possibly the embedding, gets a rounded
+copy. Layers whose inputs are no multiple of 32, and experts that the kernels cannot compute (`computes_experts`), keep
+the checkpoint's weights.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ def rounded(weight: torch.Tensor) -> Quantised:
 
 
 def _parts(weight: torch.Tensor) -> Iterator[Quantised]:
-    """A weight rounded some rows at a time, to bound the temporary memory in float32."""
+    """A weight, rounded some rows at a time to bound the temporary memory in float32."""
     return (rounded(weight[rows]) for rows in slices(*weight.shape))
 
 
 def register() -> None:
-    """Register the name in SGLang."""
+    """Register the name with SGLang."""
     QUANTIZATION_METHODS[NAME] = RoundingConfig
 
 
 class RoundingConfig(PlainConfig):
-    """What SGLang asks about the name."""
+    """SGLang's configuration class of the name."""
 
     def get_name(self) -> str:
         return NAME
@@ -113,7 +113,7 @@ class RoundingMethod(QuantisedMethod, UnquantizedLinearMethod):
 
 
 class RoundingExpertsMethod(PackedExpertsMethod):
-    """The same for experts."""
+    """Rounds the weights of experts in the same way."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         super().process_weights_after_loading(layer)
@@ -121,7 +121,7 @@ class RoundingExpertsMethod(PackedExpertsMethod):
         whole = all(weight.shape[2] % FORMAT.group == 0 for weight in weights.values())
         if formats_of(layer) or not whole or not computes_experts(layer):
             return
-        # Both or none: weights that cannot be rounded leave the layer as it is.
+        # Pack both before either is set: an error must leave the layer unchanged.
         both = [torch.stack([packed(rounded(expert)) for expert in weight.data]) for weight in weights.values()]
         for (name, weight), experts in zip(weights.items(), both, strict=True):
             _remember(hold_experts(layer, name, experts, weight.shape[1:], FORMAT), weight)
@@ -179,7 +179,7 @@ class _Loads:
 
 
 def _remember(packed: Any, weight: nn.Parameter) -> None:
-    """Keep on a rounded weight what `restore_weights_before_loading` needs."""
+    """Store on a rounded weight what `restore_weights_before_loading` needs."""
     packed.loaded = weight.dtype, tuple(weight.shape), dict(vars(weight))
     packed.weight_loader = _refuse
 

@@ -1,4 +1,4 @@
-"""Which quantised checkpoints are served on a CPU, by their configuration."""
+"""Checks from its configuration whether a quantised checkpoint is served on a CPU."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from fluxion_sglang.config import ConfigError
 
 NAMES = ("gptq", "awq", "auto-round", "compressed-tensors", "mxfp4")
-"""The `quant_method` of checkpoints that are served, and the legal --quantization for them."""
+"""The `quant_method` of served checkpoints, and the legal --quantization for them."""
 
 FORMATS = "GPTQ, AWQ, AutoRound or compressed-tensors (integers of 4 or 8 bits)"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check(quantisation: dict[str, Any], model: dict[str, Any]) -> None:
-    """Refuse what `quantised_checkpoints.py` does not load.
+    """Refuse checkpoints that `quantised_checkpoints.py` does not load.
 
     Args:
         quantisation: the checkpoint's quantization_config, with a method in `NAMES`. model: its config.json.
@@ -25,7 +25,7 @@ def check(quantisation: dict[str, Any], model: dict[str, Any]) -> None:
     """
     try:
         why = next(_reasons(quantisation, model), None)
-    except (AttributeError, TypeError, ValueError):  # a list where an object belongs, and the like
+    except (AttributeError, TypeError, ValueError):  # such as a list in place of an object
         why = "its quantization_config is damaged"
     if why is not None:
         raise ConfigError(

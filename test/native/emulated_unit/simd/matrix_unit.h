@@ -2,7 +2,7 @@
 
 #include "simd/types.h"
 
-// The matrix unit in plain C, in place of csrc/simd/matrix_unit.h, for CPUs that have none.
+// The matrix unit in plain C, instead of csrc/simd/matrix_unit.h, for CPUs without one.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
@@ -12,7 +12,7 @@ using Register = uint32_t[kMatrixRows][kMatrixColumns];
 thread_local Register registers[8];
 thread_local int units = 0;
 
-// Numbers do not outlive the unit, and there are none without it.
+// Registers hold nothing valid before and after the unit's lifetime.
 class MatrixUnit {
  public:
   MatrixUnit() { poison(units++); }

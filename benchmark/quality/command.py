@@ -16,7 +16,7 @@ _MEASURED = ("policy", "request_policies", "predictor", "host_tokens", "host_mem
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
-    option("--suite", required=True, help="ruler, longbench, leval, perplexity or extraction")
+    option("--suite", required=True, help="ruler, longbench, leval, perplexity, long or extraction")
     option("--lengths", default="", help="tokens of a prompt, as in 4k,8k (k is 1,024); default 4k")
     option(
         "--policies",
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--data",
         type=Path,
-        help="folder with the suite's files, where it has any; of perplexity a text: handbook or python",
+        help="folder with the suite's files, where it has any; of perplexity a text: a file, handbook or python",
     )
     option("--seed", type=int, default=0, help="of samples and intervals (default: %(default)s)")
     option("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's")

@@ -44,7 +44,7 @@ def test_every_page_names_the_versions_that_are_checked() -> None:
 def test_the_installed_sglang_has_every_name() -> None:
     assert list(compat.problems()) == []
     compat.check()
-    for needs in (compat.DISK_NEEDS, compat.TRANSFER_NEEDS):
+    for needs in (compat.DISK_NEEDS, compat.TRANSFER_NEEDS, compat.STATE_NEEDS):
         compat.check(needs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,6 +131,51 @@ def test_replays_give_the_same_bits(dtype: torch.dtype, rows: int, mode: Any) ->
             assert torch.equal(model.forward(*inputs, DECODE), plain(*inputs, DECODE))
     assert model.runs == 2  # the others were replays
     assert model.attended == [0, 1] * 6
+
+
+class Stateful(Backbone):
+    """Its first layer also has a state for each request, which `graphs.States` places; the step copies some states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.held = torch.randn(8, 1, HIDDEN, 16)
+        self.slots = torch.zeros(1, dtype=torch.int32)
+        self.copied = 0
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, extra: Any = None) -> Any:
+        x = super().forward(input_ids, positions, forward_batch, extra)
+        gates = x[:, :1].float().contiguous()
+        q, k = x[:, :16], x[:, 16:32]
+        x = x + self.native(lambda at: at.delta_rule(q, k, x, -gates.abs(), gates, self.held, self.inputs()[0]))
+        with nullcontext() if self.graphs is None else self.graphs.paused():
+            self.finish(forward_batch)
+        return x
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return (self.slots,)
+
+    def memory(self) -> list[torch.Tensor]:
+        return [self.held]
+
+    def finish(self, forward_batch: Any) -> None:
+        if forward_batch.copies.any():  # the contents of a tensor, which no trace may depend on
+            self.held[7] = self.held[int(self.slots[0])]
+            self.copied += 1
+
+
+def test_replays_keep_states() -> None:
+    """In other slots than the traced steps had, and with the copies that the model's Python makes after a layer."""
+    plain, model, guard = Stateful(), Stateful(), FailureGuard()
+    model.native = Contained(model.native.layers, guard.run)
+    model.graphs = StepGraphs(model, model.native, guard, model, model)
+    for seed in range(8):
+        batch = SimpleNamespace(forward_mode=DECODE.forward_mode, copies=torch.tensor([seed % 3 == 2]))
+        for one in (plain, model):
+            one.slots = torch.tensor([seed % 5, (seed + 2) % 5], dtype=torch.int32)
+        assert torch.equal(model.forward(*step(2, seed), batch), plain(*step(2, seed), batch))
+        assert torch.equal(model.held, plain.held)
+    assert model.runs == 2 and model.copied == plain.copied == 2
 
 
 def test_results_are_not_each_other_s_memory() -> None:

@@ -46,9 +46,9 @@ class Backend(FluxionAttnBackend):
         self.world = world
         self.engine = world.engine
         self.token_to_kv_pool: Any = SimpleNamespace(
-            host=world.pool, windows=world.windows, start_layer=0, layer_num=world.layers, size=world.tokens, disk=None,
-            zone=None,
+            host=world.pool, windows=world.windows, layer_num=world.layers, size=world.tokens, disk=None, zone=None
         )  # fmt: skip
+        self._places_of = {layer: layer for layer in range(world.layers)}
         slots = torch.zeros(world.rows, world.tokens, dtype=torch.int32)
         self.req_to_token_pool: Any = SimpleNamespace(
             req_to_token=slots, req_generation=torch.ones(world.rows, dtype=torch.int64)

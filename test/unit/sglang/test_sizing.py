@@ -112,7 +112,11 @@ class Configurator:
     server_args: Any = field(default_factory=lambda: SimpleNamespace(disaggregation_mode="null"))
     device: str = "cuda"
     layer_info: Any = field(default_factory=lambda: SimpleNamespace(start_layer=0))
-    model_config: Any = field(default_factory=lambda: SimpleNamespace(context_len=4096))
+    model_config: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            context_len=4096, hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"])
+        )
+    )
 
 
 @pytest.mark.parametrize(("rank", "waits"), [(0, True), (1, False)])

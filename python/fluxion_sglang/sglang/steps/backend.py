@@ -86,12 +86,7 @@ class FluxionAttnBackend(AttentionBackend):
         served_models.check_recorded(pool.config, layers, runner.model_config)
         draft = None if runner.spec_algorithm.is_none() else get_spec().speculative_num_draft_tokens
         served_models.check_windows(draft, layers)
-        self._places_of = {layer.layer_id: at for at, layer in enumerate(layers)}
-        if len(layers) != pool.host.shape.layers:
-            raise RuntimeError(
-                f"the model has {len(layers)} attention layers and the host pool {pool.host.shape.layers}; please "
-                "report this with the model's config.json."
-            )
+        self._places_of = _places(layers, pool.host.shape.layers)
         # Models read these two attributes of a backend (sglang.srt.model_executor.forward_context).
         self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
@@ -126,15 +121,7 @@ class FluxionAttnBackend(AttentionBackend):
         self.device = self._device(runner, layers)
         self.failures = FailureGuard(self._finish, self.device.abort, self._publish)
         self.engine.corrupt = self._lose
-        if pool.maker is None:
-            stand_ins.install()
-        natively = pool.maker is None and options.model_kernels != "off"
-        self.graphs = self._model_kernels(runner) if natively else None
-        if served_models.has_states(runner.model_config):
-            if self.graphs is None:
-                states.install(Contained(NativeLayers(pool.host.workers), self.failures.run), nullcontext)
-            else:
-                states.install(self.graphs.layers, self.graphs.paused)
+        self.graphs = self._other_layers(runner) if pool.maker is None else None
         self.metrics: EngineMetrics | None = None
         if runner.server_args.enable_metrics:
             self.metrics = EngineMetrics(
@@ -165,6 +152,18 @@ class FluxionAttnBackend(AttentionBackend):
         watch(self.req_to_token_pool, self._ended, self._flushed)
         self._records = options.record is not None
         self._chunks: list[_Chunk] = []
+
+    def _other_layers(self, runner: ModelRunner) -> StepGraphs | None:
+        """Replace SGLang's GPU kernels; returns the graphs of decode steps, if the model has them."""
+        stand_ins.install()
+        pool = self.token_to_kv_pool
+        graphs = self._model_kernels(runner) if pool.config.model_kernels != "off" else None
+        if served_models.has_states(runner.model_config):
+            if graphs is None:
+                states.install(Contained(NativeLayers(pool.host.workers), self.failures.run), nullcontext)
+            else:
+                states.install(graphs.layers, graphs.paused)
+        return graphs
 
     def _model_kernels(self, runner: ModelRunner) -> StepGraphs | None:
         """Run the model's other layers on the native workers. Returns the graphs of its decode steps, or None."""
@@ -466,6 +465,16 @@ class FluxionAttnBackend(AttentionBackend):
         if chunk.wishes is not None:
             for observer in self.engine.observers:
                 observer.prefilled(layer, chunk.request, chunk.wishes, queries, scale)
+
+
+def _places(layers: Sequence[RadixAttention], held: int) -> dict[int, int]:
+    """The place of each attention layer in a host pool with `held` layers, by the model's number of the layer."""
+    if len(layers) != held:
+        raise RuntimeError(
+            f"the model has {len(layers)} attention layers and the host pool {held}; please report this with the "
+            "model's config.json."
+        )
+    return {layer.layer_id: at for at, layer in enumerate(layers)}
 
 
 def _verifying(policy: Policy) -> Policy:

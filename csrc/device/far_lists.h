@@ -1,5 +1,5 @@
-// Lists that a device which ranks blocks itself (cuda/near.h) leaves to the CPU: chosen tiles of which it has
-// no copy. Plain offsets, for every compiler that sees them.
+// Lists of chosen tiles without a copy on the device. A device that ranks blocks (cuda/near.h) writes them,
+// and the CPU attends to these tiles. Plain offsets, for every compiler that sees them.
 //
 // Pinned memory beside a mailbox, with the same rules. The lists of a layer lie in slot `sequence % 2`. The
 // device writes them before it publishes the layer, and the CPU reads them until it answers.

@@ -12,10 +12,10 @@ namespace {
 
 // Heads that want different tiles slow one another down when they attend together (kernels/attend.h,
 // attend_lanes.h). This costs more than a tile load from a cache, and more than one from memory if few heads
-// want the tile. So members attend together only if a tile has enough readers on average. They need kAgreed
-// of the members where the last cache would keep the tiles for the next member. They need kReaders otherwise,
-// or if a matrix unit multiplies all heads with a tile at once. That unit also rounds weights far less than
-// the other kernels for many heads.
+// want the tile. So members attend together only if a tile has enough readers on average. If the last-level
+// cache keeps the tiles for the next member, the share kAgreed of the members must read a tile. Otherwise,
+// and if a matrix unit multiplies all heads with a tile at once, kReaders members must. That unit also rounds
+// weights far less than the other kernels for many heads.
 constexpr double kAgreed = 0.9, kReaders = 3;
 // With this many readers, an earlier member has read most of what a member reads.
 constexpr double kNearReaders = 2;

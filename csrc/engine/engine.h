@@ -60,8 +60,8 @@ class Engine {
   // (kernels/feature_index.h). Bad requests get -inf and 0, and fail the layer in finish(). Throws as begin()
   // does.
   void residents(const AttentionLayer& at, const LayerInput& in, float* parts);
-  // Appends the step's token to the host alone, for a plan that needs it there. If the next call is begin()
-  // of the same layer, with its residents on a device, it passes no k.
+  // Appends the step's token to the host pool, for a plan that needs it there; the residents are on a device.
+  // A begin() of the same layer that follows must not pass k again.
   void append(int layer, const TokenView& k, const TokenView& v);
   // Computes a whole sliding-window layer (AttentionLayer::newest), without plan, tasks and residents. Throws
   // as begin() and finish() do.

@@ -7,9 +7,9 @@
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// Rows of x that are multiplied together, padded with zeros to a power of two. Arithmetic limits them: a line
-// of bfloat16 weights takes one instruction a row. Zen 4 does one of these a cycle, and memory delivers a
-// line to a core every 5 to 10 cycles.
+// Rows of x that are multiplied together, padded with zeros to a power of two. Arithmetic limits their
+// number: each row takes one instruction for a cache line of bfloat16 weights. Zen 4 executes one such
+// instruction a cycle, and memory delivers a line to a core every 5 to 10 cycles.
 inline constexpr int kLinearRows = 8;
 // Outputs whose sums are kept at a time.
 inline constexpr int kLinearOutputs = 48;

@@ -53,8 +53,8 @@ void unpack_panel(const void* panel, int in, void* rows) {
   });
 }
 
-// Multiplies `size` inputs of kPanelSide rows of a panel with a group of kX rows of x, and adds to the sums
-// of earlier inputs. kOnce: see LinearUnits.
+// Multiplies `size` inputs of kPanelSide rows of a panel with a group of kX rows of x. The products are added
+// to the sums over earlier inputs. kOnce: see LinearUnits.
 template <class T, int kX, bool kOnce>
 void add_block(const typename Dot<T>::Query* x, const T* weights, int size, bool first, Vec* kept) {
   constexpr int kPair = 2 * kLanes, kCount = kPanelSide * kX;

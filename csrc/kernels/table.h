@@ -386,8 +386,9 @@ struct ModelKernels {
 
   // out = x / sqrt(sum of squares of x + 1e-6) * factor, [size], a multiple of kDeltaPad.
   void (*unit_vector)(const void* x, int size, float factor, float* out);
-  // The gated delta rule ("Gated Delta Networks", Yang et al., 2025, Eq. 10) on rows first..first + rows - 1
-  // of a head's state [values][keys], for one token after another. keys is a multiple of kDeltaPad.
+  // Applies the gated delta rule ("Gated Delta Networks", Yang et al., 2025, Eq. 10) for `count` tokens in
+  // order. state: [values][keys] of one head; the call computes rows first..first + rows - 1. keys is a
+  // multiple of kDeltaPad.
   //   state = decay * state; state += strength * (value - state key) key^T; out = state query
   void (*delta_rule)(const DeltaToken* tokens, int64_t count, int keys, int first, int rows, float* state);
   // A causal convolution of every channel, and SiLU, rounded once. x, out: [tokens][channels], with strides

@@ -187,6 +187,7 @@ CONTAINMENT = (
 _HYBRID = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
 _DELTA_RULE = "sglang.srt.layers.attention.linear.gdn_backend"
 STATE_NEEDS = (
+    Need(_CONFIGURATOR, "KVCacheConfigurator._calculate_mamba_ratio", ("self",)),
     Need(_DELTA_RULE, "TritonGDNKernel"),
     Need(_DELTA_RULE, "causal_conv1d_fn"),
     Need(_DELTA_RULE, "causal_conv1d_update"),

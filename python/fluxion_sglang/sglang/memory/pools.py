@@ -150,21 +150,14 @@ class FluxionKVPool(KVCache):
         return (slots[::PAGE] // PAGE).to(torch.int32).cpu()
 
 
-def _attention_layers(configurator: Any) -> list[int]:
-    """Indices of this process's layers with KV."""
-    info = configurator.layer_info
-    if not served_models.has_states(configurator.model_config):
-        return list(range(info.start_layer, info.start_layer + info.num_effective_layers))
-    return [
-        i for i in served_models.attention_layers(configurator.model_config) if info.start_layer <= i < info.end_layer
-    ]
-
-
 def _shape(configurator: Any, config: FluxionConfig) -> KVShape:
     model = configurator.model_config
     parallel = get_parallel()
+    layers = configurator.layer_info.num_effective_layers
+    if served_models.has_states(model):  # always in one pipeline stage
+        layers = len(served_models.attention_layers(model))
     return KVShape(
-        layers=len(_attention_layers(configurator)),
+        layers=layers,
         kv_heads=model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size),
         head_dim=model.head_dim,
         dtype=configurator.kv_cache_dtype,

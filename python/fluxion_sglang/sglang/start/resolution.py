@@ -230,6 +230,7 @@ def _keep_states(server_args: Any, model: Any, view: Any) -> None:
             f"--enable-fluxion does not work with --mamba-ssm-dtype {view.mamba_ssm_dtype}, because its kernels keep "
             "states in float32; leave --mamba-ssm-dtype out."
         )
+    compat.check(compat.STATE_NEEDS)
     declare_resolution(server_args, "fluxion", mamba_ssm_dtype="float32")
     current_platform.keeps_states = True
     # Also for child processes.

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.linear.kernels.kernel_backend import LinearAttnKernelBase
 
-from fluxion_sglang.sglang import compat
 from fluxion_sglang.sglang.steps.layers import Contained
 from fluxion_sglang.sglang.steps.stand_ins import pin_nothing
 
@@ -32,14 +31,10 @@ def install(native: Contained, paused: Callable[[], AbstractContextManager[None]
 
     Args:
         paused: a context that is excluded from a trace of the step (`Tracer.paused`).
-
-    Raises:
-        CompatError: this SGLang has other names.
     """
     from sglang.srt.layers.attention import hybrid_linear_attn_backend as hybrid
     from sglang.srt.layers.attention.linear import gdn_backend
 
-    compat.check(compat.STATE_NEEDS)
     gdn_backend.TritonGDNKernel = partial(DeltaRuleKernel, native)
     gdn_backend.causal_conv1d_fn = partial(convolve_prompts, native)
     gdn_backend.causal_conv1d_update = partial(convolve_step, native)
